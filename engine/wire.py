@@ -1,0 +1,407 @@
+"""Messages between a gateway and an engine: length-prefixed msgpack, one tagged struct a frame.
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. Token ids travel as little-endian
+int32 bytes (``pack_ids``), so that a step's deltas cost one copy and no per-token object.
+
+Life of a request, seen on the wire (G = gateway, E = engine):
+
+    G → E  Submit
+    E → G  Rejected                      never accepted: no record, nothing more follows
+         | StepFrame* (Delta, PromptScores)  then Finished: exactly one, always
+    G → E  Grant | Abort                 any time between
+    G → E  Close                         after Finished: the engine now journals the UsageRecord
+    E → G  Record                        to any connected gateway, again and again until
+    G → E  Ack                           the ledger has it
+
+No torch, no tenant, no HTTP: ``flow``, ``cache_namespace``, ``context`` and adapter keys are opaque.
+"""
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+PROTOCOL_VERSION = 1
+ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two
+MAX_FRAME_BYTES = 64 << 20
+MAX_CONTEXT_BYTES = 512
+ADAPTER_CHUNK_BYTES = 1 << 20
+
+FlowClass: TypeAlias = Literal["interactive", "standard", "batch"]
+FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error"]
+Role: TypeAlias = Literal["gateway", "observer"]
+
+_LENGTH = struct.Struct(">I")
+
+
+class WireError(Exception):
+    """The peer sent bytes that are not our protocol; the connection ends."""
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids → int32 bytes. Raises OverflowError for an id that is no int32."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """int32 bytes → token ids."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids.tolist()
+
+
+# ── parts ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Flow(Struct, frozen=True, array_like=True):
+    """Whose turn: an opaque key, its weight among its class, and the class. Never a tenant's name."""
+
+    key: str
+    weight: int = 1
+    flow_class: FlowClass = "standard"
+
+
+class SamplingParams(Struct, frozen=True, omit_defaults=True):
+    """How one choice's tokens are drawn. Every number is checked by the gateway before it comes here.
+
+    ``max_tokens`` is the hard bound of each choice (0 = score the prompt only); ``temperature`` 0 is greedy
+    with ties to the lowest id; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``logprobs`` and
+    ``prompt_logprobs`` are numbers of alternatives, -1 = not wanted, 0 = the token's own only.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """One position: the token, its log-probability, and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Usage(Struct, frozen=True):
+    """What a request used, all choices together; the prompt of several choices is counted once.
+
+    Durations in integer ns of the engine's monotonic clock: ``queue_ns`` ends when the first token of any
+    choice is scheduled, ``prefill_ns`` at the first output token of any, ``decode_ns`` at the last of all.
+    ``gpu_ns`` is the request's share of the steps it took part in; shares of a step sum to the step.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    decode_ns: int = 0
+    gpu_ns: int = 0
+
+
+class ModelCard(Struct, frozen=True):
+    """What an engine serves. ``modules`` maps each adaptable linear to its (in, out) sizes."""
+
+    model: str
+    revision: str  # hex digest of the weights' source; part of every cache namespace
+    vocab_size: int
+    context_tokens: int
+    block_size: int
+    num_blocks: int
+    num_layers: int
+    modules: dict[str, tuple[int, int]]
+    max_lora_rank: int
+    adapter_slots: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+class TokenizerCard(Struct, frozen=True):
+    """The model's own tokenizer and chat template, so that a gateway reads no model file.
+
+    ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_str`` takes; ``tokens`` names the template's
+    variables (bos_token, eos_token, …); ``add_bos`` says that plain prompts begin with bos.
+    """
+
+    tokenizer_json: str
+    chat_template: str
+    tokens: dict[str, str]
+    add_bos: bool
+
+
+class Family(Struct, frozen=True):
+    """One metric family as plain numbers: samples are (suffix, labels, value), suffix '' | '_bucket' | '_sum'
+    | '_count' | '_total', buckets cumulative with label ``le``."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+# ── gateway → engine ─────────────────────────────────────────────────────────────────────────────
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """First frame. A gateway serves adapters and receives records; an observer only asks for stats."""
+
+    peer: str
+    role: Role = "gateway"
+    version: int = PROTOCOL_VERSION
+    want_tokenizer: bool = False
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """One request: every prompt × ``num_choices``. Choice index = prompt index × num_choices + i.
+
+    ``granted_tokens`` are the output tokens that the gateway has reserved per choice; a choice that reaches
+    them ends with ``length``, unless a Grant came before. ``adapter_key`` '' is the base model.
+    """
+
+    request_id: str
+    prompts: list[bytes]
+    sampling: SamplingParams
+    flow: Flow
+    cache_namespace: bytes
+    granted_tokens: int
+    num_choices: int = 1
+    adapter_key: str = ""
+    context: bytes = b""
+
+
+class Grant(Struct, frozen=True, tag="grant"):
+    """Raises ``granted_tokens`` (per choice, absolute, never lowered)."""
+
+    request_id: str
+    granted_tokens: int
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """Ends one choice (-1 = all) within two steps. The terminal events still come."""
+
+    request_id: str
+    choice: int = -1
+
+
+class Close(Struct, frozen=True, tag="close"):
+    """The gateway's last word on a request: how it ended for the caller, and the gateway's own times.
+
+    ``admit_ns`` lies before Submit, ``network_ns`` on the stream, ``post_ns`` after Finished; with the
+    engine's durations they sum to the total the gateway's clock framed.
+    """
+
+    request_id: str
+    outcome: int  # HTTP status; 499 = the caller left
+    admit_ns: int = 0
+    network_ns: int = 0
+    post_ns: int = 0
+    first_token_ns: int = 0  # request fully read → first token flushed; 0 = none was
+
+
+class AdapterChunk(Struct, frozen=True, tag="adapter_chunk"):
+    """A piece (≤ 1 MiB) of a canonical adapter file; ``sha256`` is the whole file's, hex."""
+
+    adapter_key: str
+    offset: int
+    total_bytes: int
+    sha256: str
+    data: bytes
+
+
+class AdapterUnavailable(Struct, frozen=True, tag="adapter_unavailable"):
+    """The gateway can't give that adapter (deleted, or its bytes fail their hash): code for the caller."""
+
+    adapter_key: str
+    code: str
+    message: str
+
+
+class AdapterForget(Struct, frozen=True, tag="adapter_forget"):
+    """A deleted version: drop it from every tier as soon as no running sequence uses it."""
+
+    adapter_key: str
+
+
+class Ack(Struct, frozen=True, tag="ack"):
+    """The ledger has records up to and including ``number``, whose hash is ``hash``."""
+
+    number: int
+    hash: bytes
+
+
+class StatsRequest(Struct, frozen=True, tag="stats"):
+    seq: int
+
+
+# ── engine → gateway ─────────────────────────────────────────────────────────────────────────────
+
+
+class Welcome(Struct, frozen=True, tag="welcome"):
+    engine_id: str
+    version: int
+    card: ModelCard
+    tokenizer: TokenizerCard | None = None
+
+
+class Rejected(Struct, frozen=True, tag="rejected"):
+    """Not accepted: ``code`` is busy | draining | too_long | invalid."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class Delta(Struct, frozen=True, array_like=True):
+    """New tokens of one choice in one step; with a finish reason it is that choice's last.
+
+    The token that stopped it is among ``token_ids`` and is named by ``stop_token_id`` (-1 = none): it is
+    counted, and not text.
+    """
+
+    request_id: str
+    choice: int
+    token_ids: bytes
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason = ""
+    stop_token_id: int = -1
+
+
+class PromptScores(Struct, frozen=True, array_like=True):
+    """Log-probabilities of a prompt's tokens from position 1 on (position 0 has none)."""
+
+    request_id: str
+    prompt_index: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+class StepFrame(Struct, frozen=True, tag="step"):
+    """All that one step has for one gateway."""
+
+    deltas: list[Delta]
+    scores: list[PromptScores] = []
+
+
+class Finished(Struct, frozen=True, tag="finished"):
+    """Terminal: all choices have ended. ``error_code`` '' is success, else what ended it (adapter_corrupt,
+    adapter_unavailable, invalid_adapter, internal)."""
+
+    request_id: str
+    usage: Usage
+    error_code: str = ""
+    error_message: str = ""
+
+
+class AdapterWanted(Struct, frozen=True, tag="adapter_wanted"):
+    """The engine has no copy of this adapter: answer with AdapterChunks or AdapterUnavailable."""
+
+    adapter_key: str
+
+
+class Record(Struct, frozen=True, tag="record"):
+    """A journal entry, delivered until acknowledged. ``payload`` is msgpack of UsageRecord."""
+
+    number: int
+    hash: bytes
+    payload: bytes
+
+
+class StatsReply(Struct, frozen=True, tag="stats_reply"):
+    seq: int
+    families: list[Family]
+
+
+class UsageRecord(Struct, frozen=True):
+    """What the journal keeps of one request, written once, after Close or when its gateway is lost.
+
+    ``outcome`` is Close's, or 0 for *lost*. ``queue_ns`` includes Close's ``admit_ns``; the five phases sum
+    to the request's total.
+    """
+
+    request_id: str
+    context: bytes
+    outcome: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ns: int
+    prefill_ns: int
+    decode_ns: int
+    post_ns: int
+    network_ns: int
+    first_token_ns: int
+    gpu_ns: int
+    finished_unix_ns: int
+
+
+OUTCOME_LOST = 0
+
+ToEngine: TypeAlias = (
+    Hello | Submit | Grant | Abort | Close | AdapterChunk | AdapterUnavailable | AdapterForget | Ack | StatsRequest
+)
+ToGateway: TypeAlias = Welcome | Rejected | StepFrame | Finished | AdapterWanted | Record | StatsReply
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_gateway = msgspec.msgpack.Decoder(ToGateway)
+
+
+def encode(message: ToEngine | ToGateway) -> bytes:
+    """A message as one frame, length first."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a byte stream into frame bodies. Feed it what arrived; iterate what is whole.
+
+    Raises WireError for a frame over ``max_bytes``: the peer is broken or not ours.
+    """
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_bytes = max_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            (size,) = _LENGTH.unpack_from(self._buffer)
+            if size > self._max_bytes:
+                raise WireError(f"frame of {size} bytes, {self._max_bytes} allowed")
+            if len(self._buffer) < 4 + size:
+                return
+            body = bytes(self._buffer[4 : 4 + size])
+            del self._buffer[: 4 + size]
+            yield body
+
+
+def decode_to_engine(body: bytes) -> ToEngine:
+    """Raises WireError for anything that is no message of ours."""
+    return _decode(_to_engine, body)
+
+
+def decode_to_gateway(body: bytes) -> ToGateway:
+    """Raises WireError for anything that is no message of ours."""
+    return _decode(_to_gateway, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, body: bytes):
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:  # ValidationError and DecodeError
+        raise WireError(str(error)) from error
