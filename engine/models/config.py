@@ -1,0 +1,155 @@
+"""What a decoder is made of: sizes and choices, read from a Hugging Face ``config.json``.
+
+Accepts the spellings of transformers 4 and 5 (``rope_theta`` or ``rope_parameters``). Anything that this
+decoder would compute wrongly is refused by name, never ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class UnsupportedConfig(ValueError):
+    """The configuration asks for something that the decoder does not compute; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's stretch of the long rope wavelengths (``rope_type: llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    theta: float = 10_000.0
+    scaling: Llama3Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """``sliding_window`` counts the visible positions, a token's own among them; None = all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of one model. ``family`` is Hugging Face's ``model_type``, a key of the decoder's table of parts."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    vocab_size: int
+    context_tokens: int
+    attention: AttentionConfig
+    rope: RopeConfig
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+
+
+def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The adaptable linears of each layer: name → (in, out), in the order of MODULES."""
+    attention = config.attention
+    query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    sizes = (
+        (hidden, query),
+        (hidden, key_value),
+        (hidden, key_value),
+        (query, hidden),
+        (hidden, inner),
+        (hidden, inner),
+        (inner, hidden),
+    )
+    return dict(zip(MODULES, sizes, strict=True))
+
+
+def from_hf(raw: dict[str, Any]) -> ModelConfig:
+    """``config.json`` as a dict → ModelConfig. Raises UnsupportedConfig, which names the key."""
+    _refuse_unknown_choices(raw)
+    return ModelConfig(
+        family=_required(raw, "model_type"),
+        hidden_size=_required(raw, "hidden_size"),
+        intermediate_size=_required(raw, "intermediate_size"),
+        num_layers=_required(raw, "num_hidden_layers"),
+        vocab_size=_required(raw, "vocab_size"),
+        context_tokens=_required(raw, "max_position_embeddings"),
+        attention=_attention(raw),
+        rope=_rope(raw),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        eos_token_ids=_token_ids(raw.get("eos_token_id")),
+        bos_token_id=raw.get("bos_token_id"),
+    )
+
+
+def dtype_name(raw: dict[str, Any]) -> str:
+    """The dtype that the checkpoint names ("bfloat16", …), '' when it names none."""
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
+
+
+def _refuse_unknown_choices(raw: dict[str, Any]) -> None:
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedConfig(f"hidden_act {raw['hidden_act']!r}: only silu is computed")
+    if raw.get("mlp_bias"):
+        raise UnsupportedConfig("mlp_bias: biases of the MLP are not computed")
+    if raw.get("pretraining_tp", 1) not in (None, 1):
+        raise UnsupportedConfig(f"pretraining_tp {raw['pretraining_tp']}: only 1 is computed")
+
+
+def _attention(raw: dict[str, Any]) -> AttentionConfig:
+    num_heads = _required(raw, "num_attention_heads")
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise UnsupportedConfig(f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}")
+    head_dim = raw.get("head_dim") or _required(raw, "hidden_size") // num_heads
+    if head_dim % 2:
+        raise UnsupportedConfig(f"head_dim {head_dim}: rope rotates pairs, an even size is needed")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
+    return AttentionConfig(num_heads, num_kv_heads, head_dim, bool(raw.get("attention_bias")), window)
+
+
+def _rope(raw: dict[str, Any]) -> RopeConfig:
+    parameters = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {}
+    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    chosen = {**scaling, **parameters}
+    kind = chosen.get("rope_type") or chosen.get("type") or "default"
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind != "llama3":
+        raise UnsupportedConfig(f"rope_type {kind!r}: default and llama3 are computed")
+    return RopeConfig(theta, _llama3(chosen))
+
+
+def _llama3(chosen: dict[str, Any]) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=float(_required(chosen, "factor")),
+        low_freq_factor=float(_required(chosen, "low_freq_factor")),
+        high_freq_factor=float(_required(chosen, "high_freq_factor")),
+        original_context_tokens=int(_required(chosen, "original_max_position_embeddings")),
+    )
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _required(raw: dict[str, Any], key: str) -> Any:
+    if raw.get(key) is None:
+        raise UnsupportedConfig(f"config lacks {key}")
+    return raw[key]
