@@ -3,8 +3,10 @@
 This is the only module that reads the environment; standard OTEL_* variables pass through unread.
 """
 
+import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,6 +17,7 @@ import click
 PREFIX = "TENORA_"
 DEFAULT_MODEL = "smollm2-135m"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+_MAX_SOCKET_FOLDER = 70  # bytes; Linux takes socket paths of 107
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -132,7 +135,12 @@ class Settings:
 
     @property
     def run_dir(self) -> Path:
-        return self.home / "run"
+        """The folder of sockets: HOME/run, or one in the temporary folder where that is too long for a socket."""
+        inside = self.home / "run"
+        if len(os.fsencode(inside)) <= _MAX_SOCKET_FOLDER:
+            return inside
+        digest = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"tenora-{os.getuid()}-{digest}"
 
     def scrape_path(self, index: int) -> Path:
         """The unix socket on which gateway ``index`` gives its metric families."""
