@@ -129,18 +129,14 @@ class Journal:
         """Makes the cursor durable. If that is lost, records come twice, which the ledger ignores."""
         with self._lock:
             state = _ACK.pack(self._acked, self._acked_hash)
-        _replace(self._ack_path, state + hashlib.sha256(state).digest())
+        os.close(_replace(self._ack_path, state + hashlib.sha256(state).digest()))
 
     def close(self) -> None:
         os.close(self._file)
 
     def _write(self, data: bytes) -> None:
         try:
-            view = memoryview(data)
-            offset = self._size
-            while view:
-                done = os.pwrite(self._file, view, offset)
-                view, offset = view[done:], offset + done
+            _pwrite(self._file, data, self._size)
             os.fdatasync(self._file)
         except OSError:
             os.ftruncate(self._file, self._size)
@@ -163,8 +159,7 @@ class Journal:
             return
         self.save_ack()
         data = os.pread(self._file, self._size - start, start)
-        _replace(self._path, data)
-        fresh = os.open(self._path, os.O_RDWR)
+        fresh = _replace(self._path, data)
         with self._lock:
             stale, self._file = self._file, fresh
             self._offsets = array("Q", (offset - start for offset in self._offsets[kept - self._first :]))
@@ -235,15 +230,26 @@ def _read_ack(path: Path) -> tuple[int, bytes]:
     return _ACK.unpack(state)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes) -> int:
+    """The file's new content, all or nothing. The open file behind the path."""
     staged = path.with_name(path.name + ".new")
-    with staged.open("wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
+    handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        _pwrite(handle, data, 0)
+        os.fsync(handle)
+        staged.replace(path)
+    except OSError:
+        os.close(handle)
+        raise
     _sync_folder(path.parent)
+    return handle
+
+
+def _pwrite(handle: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(handle, view, offset)
+        view, offset = view[done:], offset + done
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,135 @@
+"""Composition: from options to a running Engine and the cards that describe it. Sizes are resolved here, once."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine import wire
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.models.config import ModelConfig, module_sizes
+from engine.models.decoder import Decoder
+from engine.runner import Runner
+from engine.weights import load_model
+
+logger = logging.getLogger("engine.build")
+
+CPU_KV_BYTES = 1 << 30
+CUDA_KV_SHARE = 0.8  # of what is free once the weights are there
+BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says; 0 and "auto" are resolved by ``build``."""
+
+    model: str
+    source: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    block_size: int = 16
+    kv_blocks: int = 0
+    kv_memory_bytes: int = 0
+    context_tokens: int = 0
+    max_step_tokens: int = 512
+    max_running: int = 64
+    adapter_slots: int = 8
+    max_adapter_rank: int = 64
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    card: wire.ModelCard
+    tokenizer: wire.TokenizerCard
+
+
+def build(options: Options) -> Built:
+    """Loads the model and allocates everything. Raises UnsupportedModel, ValueError for impossible sizes."""
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    loaded = load_model(options.source, dtype)
+    weights = {name: tensor.to(device) for name, tensor in loaded.weights.items()}
+    config = resolve_sizes(options, loaded.config, dtype, device)
+    engine = Engine(config, Runner(Decoder(loaded.config, weights), config))
+    return Built(engine, _card(options, config, loaded.config, loaded.revision, dtype, device), loaded.tokenizer)
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bf16 where the device computes it, which few CPUs do; fp32 elsewhere."""
+    if name != "auto":
+        return DTYPES[name]
+    fast = device.type == "cuda" or bool(BF16_CPU_FLAGS & _cpu_flags())
+    return torch.bfloat16 if fast else torch.float32
+
+
+def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> EngineConfig:
+    """The blocks that the memory has room for, and a context that the model and these blocks allow."""
+    num_blocks = options.kv_blocks
+    if not num_blocks:
+        memory_bytes = options.kv_memory_bytes or _default_kv_bytes(device)
+        num_blocks = memory_bytes // kv_block_bytes(model, options.block_size, dtype)
+    context_tokens = min(options.context_tokens or model.context_tokens, model.context_tokens)
+    return EngineConfig(
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        context_tokens=min(context_tokens, num_blocks * options.block_size),
+        max_step_tokens=options.max_step_tokens,
+        max_running=options.max_running,
+        adapter_slots=options.adapter_slots,
+        max_lora_rank=options.max_adapter_rank,
+        deterministic=options.deterministic,
+    )
+
+
+def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of one block over all layers."""
+    attention = model.attention
+    return 2 * model.num_layers * block_size * attention.num_kv_heads * attention.head_dim * dtype.itemsize
+
+
+def _default_kv_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_KV_BYTES
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes * CUDA_KV_SHARE)
+
+
+def _cpu_flags() -> set[str]:
+    """The first processor's flags; empty where the system doesn't say."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+def _card(
+    options: Options, config: EngineConfig, model: ModelConfig, revision: str, dtype: torch.dtype, device: torch.device
+) -> wire.ModelCard:
+    return wire.ModelCard(
+        model=options.model,
+        revision=revision,
+        vocab_size=model.vocab_size,
+        context_tokens=config.context_tokens,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        num_layers=model.num_layers,
+        modules=module_sizes(model),
+        max_lora_rank=config.max_lora_rank,
+        adapter_slots=config.adapter_slots,
+        eos_token_ids=model.eos_token_ids,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+    )
