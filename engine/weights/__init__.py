@@ -1,0 +1,126 @@
+"""Weights from files: a GGUF file or a Hugging Face directory → config, tensors, tokenizer and revision."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.models.config import ModelConfig, UnsupportedConfig, from_hf, module_sizes
+from engine.weights import gguf_model, safetensors
+from engine.weights.errors import CorruptAdapter, UnsupportedModel
+from engine.weights.gguf import GgufFile
+from engine.weights.tokenizer import card_from_directory, card_from_gguf
+from engine.wire import TokenizerCard
+
+__all__ = ["CorruptAdapter", "LoadedModel", "UnsupportedModel", "load_model"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """``weights`` by Hugging Face name, each cast; ``revision`` is the hex SHA-256 of what they came from."""
+
+    config: ModelConfig
+    weights: dict[str, torch.Tensor]
+    tokenizer: TokenizerCard
+    revision: str
+
+
+def load_model(source: Path, dtype: torch.dtype) -> LoadedModel:
+    """Reads a ``.gguf`` file or a Hugging Face directory. Raises UnsupportedModel, which names what is at fault."""
+    if source.is_dir():
+        return _load_directory(source, dtype)
+    if source.is_file():
+        return _load_gguf(source, dtype)
+    raise UnsupportedModel(f"{source} is neither a file nor a directory")
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
+    file = GgufFile(path)
+    raw = gguf_model.hf_config(file)
+    config = _config(raw)
+    with ThreadPoolExecutor(max_workers=1) as pool:  # hashing and decoding both leave the interpreter lock
+        revision = pool.submit(lambda: hashlib.sha256(file.content).hexdigest())
+        weights = gguf_model.read_weights(file, raw, dtype)
+        tokenizer = card_from_gguf(file.metadata)
+        return LoadedModel(config, _complete(config, weights), tokenizer, revision.result())
+
+
+def _load_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
+    config = _config(safetensors.hf_config(directory))
+    paths = safetensors.shard_paths(directory)
+    weights = safetensors.read_weights(paths, dtype)
+    tokenizer = card_from_directory(directory)
+    revision = _digest_files([directory / "config.json", *paths])
+    return LoadedModel(config, _complete(config, weights), tokenizer, revision)
+
+
+def _config(raw: dict[str, Any]) -> ModelConfig:
+    try:
+        return from_hf(raw)
+    except UnsupportedConfig as error:
+        raise UnsupportedModel(str(error)) from error
+
+
+def _digest_files(paths: list[Path]) -> str:
+    """One hash over the names and contents, each by its own digest, so that no boundary can move."""
+    whole = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256")
+        whole.update(hashlib.sha256(path.name.encode()).digest() + content.digest())
+    return whole.hexdigest()
+
+
+def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights without a tied head's copy. Raises UnsupportedModel for a missing, unknown or misshapen one."""
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    expected = expected_shapes(config)
+    if config.attention.bias:  # q, k and v have one then; o has it in some families
+        expected |= {name: shape for name, shape in _output_biases(config).items() if name in weights}
+    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    if missing:
+        raise UnsupportedModel(f"the model lacks {_first(missing)}")
+    if unknown:
+        raise UnsupportedModel(f"the decoder has no place for {_first(unknown)}")
+    wrong = {name for name, shape in expected.items() if tuple(weights[name].shape) != shape}
+    if wrong:
+        name = min(wrong)
+        raise UnsupportedModel(f"{name} has shape {tuple(weights[name].shape)}, expected {expected[name]}")
+    return weights
+
+
+def _first(names: set[str]) -> str:
+    return min(names) + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a dense decoder by Hugging Face name."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        shapes |= _layer_shapes(config, f"model.layers.{layer}")
+    return shapes
+
+
+def _output_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    layers = range(config.num_layers)
+    return {f"model.layers.{layer}.self_attn.o_proj.bias": (config.hidden_size,) for layer in layers}
+
+
+def _layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module, (in_size, out_size) in module_sizes(config).items():
+        part = "mlp" if module in {"gate_proj", "up_proj", "down_proj"} else "self_attn"
+        shapes[f"{prefix}.{part}.{module}.weight"] = (out_size, in_size)
+        if config.attention.bias and module in {"q_proj", "k_proj", "v_proj"}:
+            shapes[f"{prefix}.{part}.{module}.bias"] = (out_size,)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"{prefix}.{norm}.weight"] = (config.hidden_size,)
+    return shapes
