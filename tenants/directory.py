@@ -1,0 +1,250 @@
+"""Who is calling: keys, tenants and prices in memory, so that authentication asks no database."""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets as random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+
+from tenants import keys
+from tenants.database import Database
+from tenants.errors import StoreUnavailable
+from tenants.meter import FlowClass
+from tenants.pricing import RateCard
+from tenants.quota import Limits
+from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
+from tenants.secrets import Secrets
+from tenants.tables import ApiKey, OperatorKey, Tenant
+
+EPOCH_KEY = "tn:epoch"
+_POLL_S = 0.25
+_STORE_DEADLINE_S = 0.25
+_REFRESH_ANYWAY_S = 30.0  # bounds what a lost epoch could hide
+_OVERLAP_NS = 60 * 10**9  # longer than any of our transactions: what committed late is read again
+_NO_DIGEST = bytes(32)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What a tenant may keep."""
+
+    max_adapters: int
+    max_adapter_rank: int
+    max_adapter_bytes: int
+    max_storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated key and its tenant."""
+
+    tenant_id: str
+    tenant_name: str
+    key_id: str
+    status: str
+    flow_class: FlowClass
+    max_class: FlowClass
+    weight: int
+    limits: Limits
+    key_limits: Limits
+    default_output_tokens: int
+    adapter_limits: AdapterLimits
+    cache_policy: str
+    time_zone: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An authenticated operator key. ``scopes`` ⊆ {"read", "billing", "admin"}."""
+
+    key_id: str
+    name: str
+    scopes: frozenset[str]
+
+
+async def bump_epoch(redis: Redis) -> None:
+    """Tells every gateway that keys, tenants or prices changed. Call it after the commit.
+
+    The value is random, so that a store which lost its data can't repeat an old one. Raises StoreUnavailable:
+    the change is written, and seen by all only when their next full refresh is due (≤ 30 s).
+    """
+    try:
+        async with asyncio.timeout(_STORE_DEADLINE_S):
+            await redis.set(EPOCH_KEY, random.token_hex(16))
+    except (RedisError, OSError, TimeoutError) as error:
+        raise StoreUnavailable("the change is written but could not be announced") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the snapshot holds of one key."""
+
+    digest: bytes
+    expires_unix_ns: int | None
+    holder: Principal | Operator | None  # None = revoked or suspended
+
+
+_UNKNOWN = _Known(_NO_DIGEST, None, None)
+
+
+class Directory:
+    """A snapshot of keys, tenants and rate cards that follows the database through the store's epoch.
+
+    ``authenticate`` never waits. The epoch is polled every 250 ms; a store that is down leaves the snapshot
+    as it is and sets ``stale``; when it answers again everything changed since is read.
+    """
+
+    def __init__(self, database: Database, redis: Redis, secrets: Secrets) -> None:
+        self._database = database
+        self._redis = redis
+        self._secrets = secrets
+        self._tenants: dict[str, Tenant] = {}
+        self._live: dict[str, _Known] = {}
+        self._live_rows: dict[str, ApiKey] = {}
+        self._ops: dict[str, _Known] = {}
+        self._rate_cards: list[RateCard] = []  # by effective time
+        self._seen_unix_ns = 0  # the latest change that we have read
+        self._epoch: bytes | str | None = None
+        self._refreshed_s = 0.0
+        self._follower: asyncio.Task[None] | None = None
+        self.stale = False
+
+    async def start(self) -> None:
+        """Reads everything, then follows. Raises what the database raises; a store that is down only makes it stale."""
+        await self._follow_once(force=True)
+        self._follower = asyncio.create_task(self._follow(), name="tenants-directory")
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._follower
+            self._follower = None
+
+    def authenticate(self, text: str) -> Principal | None:
+        """The tenant key's principal; None when malformed, unknown, revoked, expired or suspended.
+
+        All cost the same: one HMAC, one look-up, one comparison in constant time.
+        """
+        holder = self._check(text, self._live)
+        return holder if isinstance(holder, Principal) else None
+
+    def authenticate_operator(self, text: str) -> Operator | None:
+        """As ``authenticate``, for the ops port's keys."""
+        holder = self._check(text, self._ops)
+        return holder if isinstance(holder, Operator) else None
+
+    @property
+    def rate_cards(self) -> Mapping[str, RateCard]:
+        """Every rate card by id."""
+        return MappingProxyType({card.rate_card_id: card for card in self._rate_cards})
+
+    def rate_card(self, unix_ns: int) -> RateCard:
+        """The card in force at that time. Raises LookupError when none is yet."""
+        for card in reversed(self._rate_cards):
+            if card.effective_unix_ns <= unix_ns:
+                return card
+        raise LookupError("no rate card is in force")
+
+    async def refresh(self) -> None:
+        """Reads what changed since the last refresh. Raises what the database raises."""
+        since = max(0, self._seen_unix_ns - _OVERLAP_NS)
+        async with self._database.session() as session:
+            tenants = await TenantRepository(session).changed_since(since)
+            live = await KeyRepository(session).changed_since(since)
+            operators = await KeyRepository(session).operators_changed_since(since)
+            rate_cards = await RateCardRepository(session).list_all()
+        self._merge(tenants, live, operators)
+        self._rate_cards = rate_cards
+        self._refreshed_s = time.monotonic()
+
+    def _merge(self, tenants: list[Tenant], live: list[ApiKey], operators: list[OperatorKey]) -> None:
+        self._tenants |= {tenant.tenant_id: tenant for tenant in tenants}
+        self._live_rows |= {key.key_id: key for key in live}
+        changed = {tenant.tenant_id for tenant in tenants}
+        touched = live + [key for key in self._live_rows.values() if key.tenant_id in changed]
+        self._live |= {key.key_id: _known_key(key, self._tenants[key.tenant_id]) for key in touched}
+        self._ops |= {key.key_id: _known_operator(key) for key in operators}
+        rows = (*tenants, *live, *operators)
+        self._seen_unix_ns = max((row.changed_unix_ns for row in rows), default=self._seen_unix_ns)
+
+    def _check(self, text: str, known: Mapping[str, _Known]) -> Principal | Operator | None:
+        found = known.get(keys.parse(text) or "", _UNKNOWN)
+        digest = keys.digest(text, self._secrets.key_pepper)
+        matches = hmac.compare_digest(digest, found.digest)
+        expired = found.expires_unix_ns is not None and found.expires_unix_ns <= time.time_ns()
+        return found.holder if matches and not expired else None
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            try:
+                await self._follow_once()
+            except (SQLAlchemyError, OSError) as error:
+                if not self.stale:
+                    _log.warning("directory is stale: the database failed (%s)", type(error).__name__)
+                self.stale = True
+
+    async def _follow_once(self, force: bool = False) -> None:
+        """Epoch first, database second: a change in between is seen at the next poll."""
+        try:
+            async with asyncio.timeout(_STORE_DEADLINE_S):
+                epoch = await self._redis.get(EPOCH_KEY)
+            reachable = True
+        except (RedisError, OSError, TimeoutError):
+            epoch, reachable = None, False
+        overdue = time.monotonic() - self._refreshed_s > _REFRESH_ANYWAY_S
+        if force or overdue or (reachable and (self.stale or epoch != self._epoch)):
+            await self.refresh()
+            self._epoch = epoch
+        if self.stale == reachable:
+            _log.warning("directory is %s", "fresh again" if reachable else "stale: the store does not answer")
+        self.stale = not reachable
+
+
+def _known_key(key: ApiKey, tenant: Tenant) -> _Known:
+    usable = key.revoked_unix_ns is None and tenant.status == "active"
+    return _Known(key.digest, key.expires_unix_ns, _principal(key, tenant) if usable else None)
+
+
+def _known_operator(key: OperatorKey) -> _Known:
+    holder = Operator(key.key_id, key.name, frozenset(key.scopes)) if key.revoked_unix_ns is None else None
+    return _Known(key.digest, key.expires_unix_ns, holder)
+
+
+def _principal(key: ApiKey, tenant: Tenant) -> Principal:
+    return Principal(
+        tenant_id=tenant.tenant_id,
+        tenant_name=tenant.name,
+        key_id=key.key_id,
+        status=tenant.status,
+        flow_class=cast(FlowClass, key.flow_class),
+        max_class=cast(FlowClass, tenant.max_class),
+        weight=tenant.weight,
+        limits=_limits(tenant),
+        key_limits=_limits(key),
+        default_output_tokens=tenant.default_output_tokens,
+        adapter_limits=AdapterLimits(
+            max_adapters=tenant.max_adapters,
+            max_adapter_rank=tenant.max_adapter_rank,
+            max_adapter_bytes=tenant.max_adapter_bytes,
+            max_storage_bytes=tenant.max_storage_bytes,
+        ),
+        cache_policy=tenant.cache_policy,
+        time_zone=tenant.time_zone,
+    )
+
+
+def _limits(row: Tenant | ApiKey) -> Limits:
+    return Limits(row.requests_per_minute, row.tokens_per_minute, row.concurrent_requests)
