@@ -1,0 +1,45 @@
+"""Run by Alembic: connects with our engine and applies the revisions in one transaction."""
+
+import asyncio
+from typing import Any, Literal
+
+from alembic import context
+from alembic.autogenerate.api import AutogenContext
+from sqlalchemy import Connection
+from sqlmodel import AutoString
+
+from tenants import tables
+from tenants.database import create_engine
+
+
+def run(connection: Connection) -> None:
+    context.configure(
+        connection=connection,
+        target_metadata=tables.metadata,
+        compare_type=True,
+        render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by copying it
+        render_item=render_item,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+def render_item(kind: str, item: Any, autogen_context: AutogenContext) -> str | Literal[False]:
+    """Our own column types are written by name, not as what they are made of; SQLModel's strings as plain ones."""
+    if kind == "type" and isinstance(item, AutoString):
+        return f"sa.String(length={item.impl.length})"
+    if kind == "type" and isinstance(item, tables.StringList | tables.Picousd):
+        return f"tenants.tables.{type(item).__name__}()"
+    return False
+
+
+async def connect_and_run() -> None:
+    engine = create_engine(context.config.attributes["url"])
+    try:
+        async with engine.begin() as connection:
+            await connection.run_sync(run)
+    finally:
+        await engine.dispose()
+
+
+asyncio.run(connect_and_run())

@@ -1,0 +1,73 @@
+"""Fixtures of the tenants tests: a fresh database, a real Valkey, secrets."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from stores import ValkeyServer, valkey_server
+
+import migrations
+from tenants.database import Database
+from tenants.secrets import Secrets
+
+
+@pytest.fixture(scope="session")
+def empty_database_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A migrated SQLite file; tests start from copies of it."""
+    path = tmp_path_factory.mktemp("template") / "tenora.db"
+    migrations.upgrade(f"sqlite:///{path}")
+    return path.read_bytes()
+
+
+@pytest.fixture
+def database_url(tmp_path: Path, empty_database_file: bytes) -> str:
+    path = tmp_path / "tenora.db"
+    path.write_bytes(empty_database_file)
+    return f"sqlite:///{path}"
+
+
+@pytest.fixture
+def with_database(database_url: str) -> Callable[[Callable[[Database], Coroutine[Any, Any, Any]]], Any]:
+    """Runs ``body(database)`` on a loop of its own."""
+
+    def run(body: Callable[[Database], Coroutine[Any, Any, Any]]) -> Any:
+        async def main() -> Any:
+            database = Database(database_url)
+            await database.start()
+            try:
+                return await body(database)
+            finally:
+                await database.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with valkey_server() as server:
+        yield server
+
+
+@pytest.fixture
+def with_redis(valkey: ValkeyServer) -> Callable[[Callable[[Redis], Coroutine[Any, Any, Any]]], Any]:
+    """Runs ``body(redis)`` on a loop of its own, with an empty store."""
+
+    def run(body: Callable[[Redis], Coroutine[Any, Any, Any]]) -> Any:
+        async def main() -> Any:
+            async with Redis.from_url(valkey.url) as redis:
+                await redis.flushall()
+                return await body(redis)
+
+        return asyncio.run(main())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    return Secrets.load_or_create(tmp_path_factory.mktemp("secrets") / "secrets.json")
