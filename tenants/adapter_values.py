@@ -1,0 +1,36 @@
+"""The numbers in an upload's tensors, looked at in bounded chunks: finite, of a sane size, and not all zero."""
+
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+
+from tenants.adapter_header import TensorEntry
+
+CHUNK_BYTES = 1 << 20
+MAX_MAGNITUDE = 1e4  # trained values are below 10; beyond this, products could leave fp32
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+def largest(file: BinaryIO, entry: TensorEntry) -> float:
+    """The largest magnitude in a tensor; inf when any value is NaN or infinite."""
+    most = 0.0
+    file.seek(entry.start)
+    left = entry.num_bytes
+    while left > 0:
+        data = file.read(min(left, CHUNK_BYTES))
+        if not data:
+            raise OSError("the file became shorter while it was read")
+        left -= len(data)
+        magnitudes = np.abs(_floats(data, entry.dtype))
+        chunk = float(magnitudes.max())  # NaN wins over every number
+        most = max(most, chunk if np.isfinite(chunk) else np.inf)
+    return most
+
+
+def _floats(data: bytes, dtype: str) -> Array:
+    if dtype == "F32":
+        return np.frombuffer(data, "<f4")
+    if dtype == "F16":
+        return np.frombuffer(data, "<f2").astype(np.float32)
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)  # bfloat16: float32's upper half
