@@ -53,9 +53,6 @@ def unpack_ids(data: bytes) -> list[int]:
     return ids.tolist()
 
 
-# ── parts ────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Flow(Struct, frozen=True, array_like=True):
     """Whose turn: an opaque key, its weight among its class, and the class. Never a tenant's name."""
 
@@ -155,9 +152,6 @@ class Family(Struct, frozen=True):
     samples: list[tuple[str, dict[str, str], float]]
 
 
-# ── gateway → engine ─────────────────────────────────────────────────────────────────────────────
-
-
 class Hello(Struct, frozen=True, tag="hello"):
     """First frame. A gateway serves adapters and receives records; an observer only asks for stats."""
 
@@ -247,9 +241,6 @@ class Ack(Struct, frozen=True, tag="ack"):
 
 class StatsRequest(Struct, frozen=True, tag="stats"):
     seq: int
-
-
-# ── engine → gateway ─────────────────────────────────────────────────────────────────────────────
 
 
 class Welcome(Struct, frozen=True, tag="welcome"):
