@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -57,7 +58,8 @@ def _family(metric: Metric) -> Family:
         for sample in metric.samples
         if not sample.name.endswith("_created")
     ]
-    return Family(name=metric.name, kind=metric.type, help=metric.documentation, samples=samples)
+    kind = cast(Literal["counter", "gauge", "histogram"], metric.type)  # families() takes no other
+    return Family(name=metric.name, kind=kind, help=metric.documentation, samples=samples)
 
 
 @contextlib.asynccontextmanager
@@ -152,6 +154,11 @@ class SummedRegistry:
         for name, family in ended.items():
             if family.kind != "gauge":
                 _add(self._dead, name, family)
+
+    def gauges_of(self, source: str) -> dict[str, float]:
+        """One child's gauges by name, each the sum of its samples."""
+        _, families = self._live.get(source, (0, {}))
+        return {name: sum(family.values.values()) for name, family in families.items() if family.kind == "gauge"}
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of a counter's or gauge's samples that carry at least ``labels``."""

@@ -1,0 +1,111 @@
+"""The ops port's application: health, metrics, and the admin API for operators' keys."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Litestar, Request, Response, get
+from litestar.datastructures import State
+from litestar.exceptions import HTTPException
+from redis.asyncio import Redis
+
+from gateway.errors import ApiError, invalid
+from gateway.fleet import Fleet
+from gateway.routes.admin import admin_routes
+from tenants.database import Database
+from tenants.directory import Directory
+from tenants.errors import InvalidValue, NameTaken, NotFound, StoreUnavailable
+from tenants.secrets import Secrets
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OpsContext:
+    """The stores that the admin API works on."""
+
+    database: Database
+    redis: Redis
+    secrets: Secrets
+    directory: Directory
+
+    async def close(self) -> None:
+        await self.directory.close()
+        await self.redis.aclose()
+        await self.database.close()
+
+
+def build_ops_app(context: OpsContext, fleet: Fleet) -> Litestar:
+    """An ASGI application; its lifespan closes nothing, its caller does."""
+    return Litestar(
+        route_handlers=[healthz, readyz, metrics, admin_routes()],
+        state=State({"ops": context, "fleet": fleet}),
+        exception_handlers={Exception: answer_error},
+        request_max_body_size=MAX_BODY_BYTES,
+        openapi_config=None,
+        logging_config=None,
+    )
+
+
+@get("/healthz", sync_to_thread=False)
+def healthz() -> dict[str, str]:
+    """200 while the supervisor runs."""
+    return {"status": "ok"}
+
+
+@get("/readyz", sync_to_thread=False)
+def readyz(state: State) -> Response[dict[str, Any]]:
+    """200 when requests are accepted, else 503 with the reasons."""
+    reasons = state.fleet.why_not_ready()
+    return Response({"ready": not reasons, "reasons": reasons}, status_code=503 if reasons else 200)
+
+
+@get("/metrics")
+async def metrics(request: Request, state: State) -> Response[bytes]:
+    """The sum over all processes, as OpenMetrics or Prometheus text, whichever was asked for."""
+    await state.fleet.pull()
+    text, content_type = state.fleet.registry.render(request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})
+
+
+def answer_error(_: Request, error: Exception) -> Response[bytes]:
+    """Every failure in OpenAI's shape; a failure of ours is logged and says nothing."""
+    answer = _as_api_error(error)
+    if answer.status >= 500:
+        log.error("ops: %s", answer.message if isinstance(error, ApiError) else type(error).__name__, exc_info=error)
+    body = msgspec.json.encode(answer.body())
+    return Response(body, status_code=answer.status, media_type="application/json", headers=answer.response_headers())
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidValue():
+            return invalid(str(error), error.field)
+        case NotFound():
+            return ApiError(str(error), code="not_found")
+        case NameTaken():
+            return ApiError(str(error), code="name_taken", param="name")
+        case StoreUnavailable():
+            return ApiError(str(error), code="store_unavailable")
+        case msgspec.ValidationError():
+            return invalid(str(error))
+        case HTTPException():
+            return _from_litestar(error)
+    return ApiError("Internal error.", code="internal")
+
+
+def _from_litestar(error: HTTPException) -> ApiError:
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large", 415: "unsupported_media_type"}
+    if error.status_code >= 500:
+        return ApiError("Internal error.", code="internal")
+    details = [str(e.get("message", e)) if isinstance(e, dict) else str(e) for e in _listed(error.extra)]
+    return ApiError("; ".join([str(error.detail), *details]), code=codes.get(error.status_code))
+
+
+def _listed(extra: Any) -> list[Any]:
+    return extra if isinstance(extra, list) else []
