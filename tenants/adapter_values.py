@@ -1,5 +1,6 @@
 """The numbers in an upload's tensors, looked at in bounded chunks: finite, of a sane size, and not all zero."""
 
+from collections.abc import Iterator
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
@@ -12,9 +13,8 @@ MAX_MAGNITUDE = 1e4  # trained values are below 10; beyond this, products could 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
-def largest(file: BinaryIO, entry: TensorEntry) -> float:
-    """The largest magnitude in a tensor; inf when any value is NaN or infinite."""
-    most = 0.0
+def chunks(file: BinaryIO, entry: TensorEntry) -> Iterator[bytes]:
+    """A tensor's bytes, at most CHUNK_BYTES at a time. Raises OSError when the file became shorter."""
     file.seek(entry.start)
     left = entry.num_bytes
     while left > 0:
@@ -22,9 +22,15 @@ def largest(file: BinaryIO, entry: TensorEntry) -> float:
         if not data:
             raise OSError("the file became shorter while it was read")
         left -= len(data)
-        magnitudes = np.abs(_floats(data, entry.dtype))
-        chunk = float(magnitudes.max())  # NaN wins over every number
-        most = max(most, chunk if np.isfinite(chunk) else np.inf)
+        yield data
+
+
+def largest(file: BinaryIO, entry: TensorEntry) -> float:
+    """The largest magnitude in a tensor; inf when any value is NaN or infinite."""
+    most = 0.0
+    for data in chunks(file, entry):
+        magnitude = float(np.abs(_floats(data, entry.dtype)).max())  # NaN wins over every number
+        most = max(most, magnitude if np.isfinite(magnitude) else np.inf)
     return most
 
 

@@ -14,14 +14,14 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from tenants.adapter_config import AdapterSettings, read_config
 from tenants.adapter_header import BadHeader, TensorEntry, read_header
 from tenants.adapter_json import clip, clip_all
 from tenants.adapter_keys import Pair, bind
 from tenants.adapter_patterns import Patterns
-from tenants.adapter_values import CHUNK_BYTES, MAX_MAGNITUDE, largest
+from tenants.adapter_values import MAX_MAGNITUDE, chunks, largest
 from tenants.errors import TenantsError
 
 FORMAT = "tenora-lora-1"
@@ -44,12 +44,13 @@ class AdapterShape:
         return 2 * self.num_layers * len(self.modules)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterLimits:
-    """What the tenant may upload."""
+class UploadLimits(Protocol):
+    """What the tenant may upload (``tenants.directory.AdapterLimits`` has it)."""
 
-    max_adapter_rank: int = 64
-    max_adapter_bytes: int = 512 << 20
+    @property
+    def max_adapter_rank(self) -> int: ...
+    @property
+    def max_adapter_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class _Plan:
 
 
 def canonicalise(
-    config_json: bytes, weights: Path, out: Path, shape: AdapterShape, limits: AdapterLimits
+    config_json: bytes, weights: Path, out: Path, shape: AdapterShape, limits: UploadLimits
 ) -> CanonicalAdapter:
     """Checks an upload and writes its canonical form to ``out``, in memory bounded by the header.
 
@@ -120,7 +121,7 @@ def _open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def _plan(config_json: bytes, file: BinaryIO, shape: AdapterShape, limits: AdapterLimits) -> _Plan:
+def _plan(config_json: bytes, file: BinaryIO, shape: AdapterShape, limits: UploadLimits) -> _Plan:
     """All reasons of config and tensors together; values are read only where the header is sound."""
     settings = read_config(config_json)
     plan = _Plan(reasons=list(settings.reasons))
@@ -218,7 +219,7 @@ def _pieces(file: BinaryIO, plan: _Plan) -> Iterator[bytes]:
     halves = [(pair, side) for pair, _ in plan.pairs for side in ("A", "B")]
     yield _header(halves, [[pair.layer, pair.module, pair.rank, scale] for pair, scale in plan.pairs])
     for pair, side in halves:
-        yield from _chunks(file, pair.halves[side])
+        yield from chunks(file, pair.halves[side])
 
 
 def _header(halves: Iterable[tuple[Pair, str]], pairs: list[list[Any]]) -> bytes:
@@ -236,14 +237,3 @@ def _header(halves: Iterable[tuple[Pair, str]], pairs: list[list[Any]]) -> bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _chunks(file: BinaryIO, entry: TensorEntry) -> Iterator[bytes]:
-    file.seek(entry.start)
-    left = entry.num_bytes
-    while left > 0:
-        data = file.read(min(left, CHUNK_BYTES))
-        if not data:
-            raise OSError("the file became shorter while it was read")
-        left -= len(data)
-        yield data
