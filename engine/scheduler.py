@@ -1,9 +1,16 @@
 """Which sequences run in a step, how many tokens each, and who gives way. Pure: no torch, no clock."""
 
+from bisect import insort
+
 from msgspec import Struct
 
 from engine import wire
-from engine.sequence import Sequence
+from engine.adapter_pool import AdapterPool
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.prefix_cache import PrefixCache
+from engine.sequence import CLASS_RANK, Sequence, SequenceStatus
+from engine.waiting import WaitingRoom
 
 
 class Chunk(Struct, frozen=True):
@@ -37,5 +44,244 @@ class StepPlan(Struct, frozen=True):
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
-    exhausted: tuple[Sequence, ...]
     num_tokens: int
+    exhausted: tuple[Sequence, ...] = ()
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self.preempted: list[Sequence] = []
+        self.exhausted: list[Sequence] = []
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        samples = start + num_tokens == len(sequence.token_ids) and sequence.limit > 0
+        scores = start < sequence.num_prompt_tokens - 1 and sequence.wants_scores
+        self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores))
+        self.budget -= num_tokens
+
+
+class Scheduler:
+    """Owns every unfinished sequence and all blocks and slots that it holds.
+
+    ``running`` is ordered by seniority: class, then age. Its last one gives way when blocks run out, its first one
+    never does, so that there is always progress. A sequence gets the blocks of all its known tokens when it is
+    admitted, so that only decodes ask for more.
+    """
+
+    def __init__(self, config: EngineConfig, adapters: AdapterPool) -> None:
+        self.config = config
+        self.adapters = adapters
+        self.waiting = WaitingRoom(adapters)
+        self.pool = BlockPool(config.num_blocks)
+        self.cache = PrefixCache(self.pool, config.block_size)
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_cache_hits = 0  # prompt tokens of leaders that were found at first admission,
+        self.num_cache_misses = 0  # and that were not
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self.waiting.can_move
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """All choices of a request, each leader before its followers."""
+        self.waiting.add(sequences)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes an unfinished sequence out, wherever it is, and gives back what it holds."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._stop(sequence)
+            self.waiting.queue.leave(sequence)
+        else:
+            self.waiting.drop(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self.waiting.free_followers(sequence)
+
+    def schedule(self) -> StepPlan:
+        """The next step: decodes, then prefill of what runs, then whose turn it is. Takes blocks and slots;
+        ``exhausted`` sequences are finished already."""
+        draft = _Draft(self.config.max_step_tokens)
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        if not draft.preempted:  # who gave way must not take the blocks back in the same step
+            self._admit_waiting(draft)
+        num_tokens = self.config.max_step_tokens - draft.budget
+        return StepPlan(tuple(draft.chunks), tuple(draft.preempted), num_tokens, tuple(draft.exhausted))
+
+    def commit(self, plan: StepPlan) -> None:
+        """The plan has run: its tokens are computed, full blocks can be found, followers may start."""
+        block_size = self.config.block_size
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence.adapter_slot >= 0:
+                generation = self.adapters.generation(sequence.adapter_slot)
+                assert generation == sequence.slot_generation, f"{sequence} ran on another adapter's slot"
+            end = sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+            if end // block_size > sequence.num_published_blocks:
+                self.cache.publish(sequence)
+            if self.waiting.has_followers and end >= sequence.num_prompt_tokens:
+                self.waiting.free_followers(sequence)
+
+    def check_invariants(self) -> None:
+        """Asserts what holds between steps, over all pools."""
+        self.pool.check_invariants(sequence.block_table for sequence in self.running)
+        self.cache.check_invariants()
+        self.waiting.queue.check_invariants()
+        pins: dict[int, int] = {}
+        for sequence in self.running:
+            self._check_running(sequence)
+            if sequence.adapter_slot >= 0:
+                pins[sequence.adapter_slot] = pins.get(sequence.adapter_slot, 0) + 1
+        self.adapters.check_invariants(pins)
+        assert self.running == sorted(self.running, key=_seniority), "running is out of order"
+        assert len(self.running) <= self.config.max_sequences
+        elsewhere = list(self.waiting.sequences())
+        assert all(not sequence.block_table and sequence.adapter_slot < 0 for sequence in elsewhere)
+        assert len(elsewhere) + len(self.waiting.queue) == sum(self.waiting.num_sequences.values())
+
+    def _check_running(self, sequence: Sequence) -> None:
+        assert sequence.status is SequenceStatus.RUNNING
+        assert (sequence.adapter_slot >= 0) == bool(sequence.adapter_key), f"{sequence} and its slot disagree"
+        room = len(sequence.block_table) * self.config.block_size
+        assert sequence.num_computed_tokens <= room, f"{sequence} computed beyond its blocks"
+        assert len(sequence.token_ids) <= room + 1, f"{sequence} lacks blocks"
+        assert sequence.num_published_blocks * self.config.block_size <= sequence.num_computed_tokens
+        assert sequence.num_remaining_tokens > 0, f"{sequence} has nothing to compute"
+
+    # ── planning ─────────────────────────────────────────────────────────────────────────────────
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            if sequence.num_remaining_tokens > 1:
+                index += 1
+            elif self._has_next_block(sequence, draft):
+                draft.add(sequence, 1)
+                self._charge(sequence)
+                index += 1  # otherwise it left the list
+
+    def _plan_prefills(self, draft: _Draft) -> None:
+        for sequence in self.running:
+            if draft.budget == 0:
+                return
+            if sequence.num_remaining_tokens > 1:
+                draft.add(sequence, min(sequence.num_remaining_tokens, draft.budget))
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        passed: list[Sequence] = []
+        while draft.budget > 0 and len(self.running) < self.config.max_sequences:
+            sequence = self.waiting.pop()
+            if sequence is None:
+                break
+            if self._admit(sequence, draft):
+                for other in passed:
+                    other.num_overtaken += 1
+            elif not self._park_or_end(sequence, draft):
+                passed.append(sequence)
+                # one that let enough others pass holds them back: what becomes free is kept for it
+                if sequence.num_overtaken >= self.config.max_overtakes or len(passed) >= self.config.max_backfill:
+                    break
+        self.waiting.push_back(passed)
+
+    def _park_or_end(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Whether a sequence that can't be admitted is one that no waiting would help."""
+        if sequence.adapter_key and not self.adapters.is_resident(sequence.adapter_key):
+            self.waiting.park(sequence)
+            return True
+        if self._num_blocks(sequence) > self.config.num_blocks:  # it filled the pool, and gave way
+            self.finish(sequence)
+            draft.exhausted.append(sequence)
+            return True
+        return False
+
+    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
+        """False: it doesn't fit now."""
+        key, num_blocks = sequence.adapter_key, self._num_blocks(sequence)
+        if key and not (self.adapters.is_resident(key) and self.adapters.has_room(key)):
+            return False
+        found = self.cache.match(sequence)
+        needed = num_blocks - len(found) + self.pool.num_idle(found)
+        if needed + len(self.running) > self.pool.num_available:  # each running one's next block is kept for it
+            return False
+        self._start(sequence, found, num_blocks)
+        draft.add(sequence, min(sequence.num_remaining_tokens, draft.budget))
+        return True
+
+    def _start(self, sequence: Sequence, found: list[int], num_blocks: int) -> None:
+        for block in found:
+            self.pool.retain(block)
+        sequence.block_table = found + self.pool.allocate(num_blocks - len(found))
+        sequence.num_published_blocks = len(found)
+        sequence.num_computed_tokens = len(found) * self.config.block_size
+        if sequence.adapter_key:
+            sequence.adapter_slot, sequence.slot_generation = self.adapters.acquire(sequence.adapter_key)
+        if sequence.num_preemptions == 0 and sequence.is_leader:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_cache_hits += sequence.num_cached_tokens
+            self.num_cache_misses += sequence.num_prompt_tokens - sequence.num_cached_tokens
+        sequence.num_overtaken = 0
+        self.waiting.admit(sequence)
+        insort(self.running, sequence, key=_seniority)
+        self._charge(sequence)
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Blocks for all known tokens."""
+        return -(-len(sequence.token_ids) // self.config.block_size)
+
+    def _charge(self, sequence: Sequence) -> None:
+        """Each position is charged once, when it is first going to be computed: the prompt at admission (what was
+        found in the cache is free), an output token in its step; recomputing after a preemption is free."""
+        begin, end = max(sequence.num_charged_tokens, sequence.num_computed_tokens), len(sequence.token_ids)
+        if end > begin:
+            self.waiting.queue.charge(sequence, end - begin)
+            sequence.num_charged_tokens = end
+
+    # ── giving way ───────────────────────────────────────────────────────────────────────────────
+
+    def _has_next_block(self, sequence: Sequence, draft: _Draft) -> bool:
+        """Finds a block for the next token. The most junior ones give way for it, itself at last; one that has
+        filled the pool alone ends. False: it no longer runs."""
+        if sequence.num_computed_tokens < len(sequence.block_table) * self.config.block_size:
+            return True
+        while self.pool.num_available == 0:
+            if len(self.running) == 1:
+                self.finish(sequence)
+                draft.exhausted.append(sequence)
+                return False
+            victim = self.running[-1]
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return False
+        sequence.block_table += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
+        """Recompute later: its blocks go back, and often stay in the prefix cache for it. Each time it gains a
+        class of seniority, so that it isn't always the same one."""
+        self._stop(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        rank = CLASS_RANK[sequence.request.submit.flow.flow_class]
+        sequence.key = (max(0, rank - sequence.num_preemptions), sequence.seq_id)
+        self.waiting.give_way(sequence)
+        draft.preempted.append(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a running sequence out and gives back its blocks and its slot."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.block_table)
+        if sequence.adapter_slot >= 0:
+            self.adapters.release(sequence.adapter_slot, sequence.slot_generation)
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_published_blocks = 0
+        sequence.adapter_slot = sequence.slot_generation = -1
+
+
+def _seniority(sequence: Sequence) -> tuple[int, int]:
+    return sequence.key

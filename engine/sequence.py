@@ -40,6 +40,7 @@ class Sequence:
         "prompt_scores",
         "request",
         "sampling",
+        "scores_sent",
         "seed",
         "seq_id",
         "slot_generation",
@@ -74,6 +75,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.prompt_scores: list[wire.TokenLogprobs] = []  # of positions 1, 2, …
+        self.scores_sent = False
         self.key = (CLASS_RANK[submit.flow.flow_class], seq_id)  # seniority: smaller is preempted later
 
     @property

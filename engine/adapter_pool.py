@@ -1,0 +1,188 @@
+"""Which adapter sits in which slot, and which host copies are kept. Decides only; the engine moves the weights."""
+
+from collections import OrderedDict
+from typing import Protocol
+
+from msgspec import Struct
+
+
+class HostWeights(Protocol):
+    """An adapter's weights in host memory; opaque here."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class SlotLoad(Struct, frozen=True):
+    """``weights`` go into ``slot`` before the next step; ``replaces``: another adapter's are still in it."""
+
+    slot: int
+    key: str
+    weights: HostWeights
+    replaces: bool
+
+
+class HostTier:
+    """Host copies, least recently used out first, bounded in bytes; the newest is kept whatever its size."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._copies: OrderedDict[str, HostWeights] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._copies
+
+    def put(self, key: str, weights: HostWeights) -> None:
+        self.drop(key)
+        self._copies[key] = weights
+        self.num_bytes += weights.num_bytes
+        while self.num_bytes > self.max_bytes and len(self._copies) > 1:
+            _, evicted = self._copies.popitem(last=False)
+            self.num_bytes -= evicted.num_bytes
+
+    def get(self, key: str) -> HostWeights | None:
+        weights = self._copies.get(key)
+        if weights is not None:
+            self._copies.move_to_end(key)
+        return weights
+
+    def drop(self, key: str) -> None:
+        weights = self._copies.pop(key, None)
+        if weights is not None:
+            self.num_bytes -= weights.num_bytes
+
+
+class _Slot:
+    __slots__ = ("doomed", "generation", "key", "pins")
+
+    def __init__(self) -> None:
+        self.key = ""  # '' = zeroed
+        self.generation = 0  # grows whenever the content changes
+        self.pins = 0  # running sequences that use it
+        self.doomed = False  # to be cleared with the last pin
+
+
+class AdapterPool:
+    """The slot table. A slot is *free* (zeroed), *pinned* (running sequences use it) or *idle* (kept for reuse,
+    least recently used out first). ``take_loads`` and ``take_clears`` name what the engine has to do before the
+    next step runs; until then a newly acquired slot's content isn't there."""
+
+    def __init__(self, num_slots: int, host: HostTier) -> None:
+        self.host = host
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._slot_of: dict[str, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._loads: list[SlotLoad] = []
+        self._clears: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._slot_of)
+
+    def is_resident(self, key: str) -> bool:
+        """In host memory, or in a slot that isn't about to be cleared: nothing needs to be fetched."""
+        index = self._slot_of.get(key)
+        return (index is not None and not self._slots[index].doomed) or key in self.host
+
+    def has_room(self, key: str) -> bool:
+        """``acquire`` would find a slot."""
+        return key in self._slot_of or bool(self._free or self._idle)
+
+    def acquire(self, key: str) -> tuple[int, int]:
+        """Pins a slot that holds (or will hold, before the step runs) ``key``: (slot, generation). The caller has
+        asked ``is_resident`` and ``has_room``."""
+        index = self._slot_of.get(key)
+        if index is None:
+            index = self._place(key)
+        self._idle.pop(index, None)
+        slot = self._slots[index]
+        slot.doomed = False  # a key that was forgotten and came back
+        slot.pins += 1
+        return index, slot.generation
+
+    def release(self, index: int, generation: int) -> None:
+        """Gives up one pin."""
+        slot = self._slots[index]
+        assert slot.generation == generation, f"slot {index} is of generation {slot.generation}, not {generation}"
+        assert slot.pins > 0, f"slot {index} is released more often than pinned"
+        slot.pins -= 1
+        if slot.pins == 0:
+            self._rest(index)
+
+    def generation(self, index: int) -> int:
+        return self._slots[index].generation
+
+    def forget(self, key: str) -> None:
+        """Drops a key from host memory now, and from its slot as soon as no running sequence uses it."""
+        self.host.drop(key)
+        index = self._slot_of.get(key)
+        if index is None:
+            return
+        self._slots[index].doomed = True
+        if self._slots[index].pins == 0:
+            del self._idle[index]
+            self._clear(index)
+
+    def take_loads(self) -> list[SlotLoad]:
+        loads, self._loads = self._loads, []
+        return loads
+
+    def take_clears(self) -> list[int]:
+        clears, self._clears = self._clears, []
+        return clears
+
+    def check_invariants(self, pins: dict[int, int]) -> None:
+        """``pins``: slot → number of running sequences that use it."""
+        for index, slot in enumerate(self._slots):
+            assert slot.pins == pins.get(index, 0), f"slot {index}: {slot.pins} pins, {pins.get(index, 0)} users"
+            states = (slot.pins > 0, index in self._idle, index in self._free)
+            assert sum(states) == 1, f"slot {index}: pinned, idle, free = {states}"
+            assert (slot.key == "") == (index in self._free), f"slot {index} holds {slot.key!r}"
+            assert not slot.key or self._slot_of[slot.key] == index
+        assert len(self._slot_of) == self.num_slots - self.num_free
+        assert self.host.num_bytes <= self.host.max_bytes or len(self.host) == 1
+
+    def _place(self, key: str) -> int:
+        weights = self.host.get(key)
+        assert weights is not None, "an adapter without a host copy can't be loaded"
+        replaces = not self._free
+        index = self._free.pop() if self._free else self._idle.popitem(last=False)[0]
+        slot = self._slots[index]
+        if slot.key:
+            del self._slot_of[slot.key]
+        slot.key, slot.doomed = key, False
+        slot.generation += 1
+        self._slot_of[key] = index
+        self._loads.append(SlotLoad(index, key, weights, replaces))
+        return index
+
+    def _rest(self, index: int) -> None:
+        if self._slots[index].doomed:
+            self._clear(index)
+        else:
+            self._idle[index] = None
+
+    def _clear(self, index: int) -> None:
+        slot = self._slots[index]
+        del self._slot_of[slot.key]
+        slot.key, slot.doomed = "", False
+        slot.generation += 1
+        self._free.append(index)
+        self._clears.append(index)

@@ -1,0 +1,242 @@
+"""The step loop: schedule → run → commit. One thread calls everything here; nothing here blocks."""
+
+import secrets
+import time
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine import cost, wire
+from engine.adapter_pool import AdapterPool, HostTier, HostWeights
+from engine.config import EngineConfig
+from engine.errors import Busy, InvalidAdapter, InvalidRequest
+from engine.intake import ModelInfo, make_sequences, read_prompts
+from engine.outbox import Outbox
+from engine.scheduler import ChunkResult, Scheduler, StepPlan
+from engine.sequence import Request, Sequence, SequenceStatus
+from engine.stats import EngineStats, StepStats, StepTimes, measure
+
+
+class StepRunner(Protocol):
+    """What runs a plan: ``engine.runner.Runner``. ``load_slot`` raises InvalidAdapter for weights that don't fit."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+    def run(self, plan: StepPlan) -> abc.Sequence[ChunkResult]: ...
+    def load_slot(self, slot: int, weights: Any) -> None: ...
+    def clear_slot(self, slot: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step (and the aborts before it) has to tell. ``wanted``: adapter keys to fetch, each once a need."""
+
+    deltas: list[wire.Delta]
+    scores: list[wire.PromptScores]
+    finished: list[wire.Finished]
+    wanted: list[str]
+    stats: StepStats
+
+
+def random_seed() -> int:
+    """63 bits from the operating system."""
+    return secrets.randbits(63)
+
+
+class Engine:
+    """Requests in, events out. Every added request ends in exactly one ``Finished``, after exactly one ``Delta``
+    with a finish reason for each of its choices.
+
+    ``clock`` gives monotonic ns; ``seed_source`` draws the seed of a choice whose request has none.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: StepRunner,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        seed_source: Callable[[], int] = random_seed,
+    ) -> None:
+        self.config = config
+        self.adapters = AdapterPool(config.adapter_slots, HostTier(config.host_adapter_bytes))
+        self.scheduler = Scheduler(config, self.adapters)
+        self.stats = EngineStats(self.scheduler, clock)
+        self._runner = runner
+        self._clock = clock
+        self._seed_source = seed_source
+        self._requests: dict[str, Request] = {}
+        self._unstarted: set[str] = set()
+        self._num_sequences = 0
+        self._outbox = Outbox(config.context_tokens, runner.model_info.eos_token_ids)
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do or tell something. False while all that is left waits for adapters."""
+        return self.scheduler.has_work or bool(self._outbox)
+
+    def step(self) -> StepResult:
+        """One forward over everything that is due, and all events since the last step."""
+        begin_ns = self._clock()
+        plan, load_times_ns = self._load_adapters(self.scheduler.schedule())
+        started_ns = self._clock()
+        results = self._runner.run(plan) if plan.chunks else []
+        ended_ns = self._clock()
+        self._attribute(plan, started_ns, ended_ns)
+        self._commit(plan, results, ended_ns)
+        return self._collect(plan, StepTimes(begin_ns, started_ns, ended_ns, load_times_ns))
+
+    # ── between steps ────────────────────────────────────────────────────────────────────────────
+
+    def add(self, submit: wire.Submit) -> None:
+        """Raises Busy, TooLong or InvalidRequest; nothing of the request is kept then."""
+        if submit.request_id in self._requests:
+            raise InvalidRequest("this request id is in use")
+        prompts = read_prompts(submit, self.config, self._runner.model_info)
+        num_tokens = submit.num_choices * sum(map(len, prompts))
+        full = len(self._unstarted) >= self.config.max_waiting_requests
+        if full or self.scheduler.waiting.num_tokens + num_tokens > self.config.max_waiting_tokens:
+            raise Busy("the waiting queue is full")
+        request = Request(submit, self._clock())
+        request.sequences = make_sequences(request, prompts, self._num_sequences, self._seed_source)
+        request.num_unfinished = len(request.sequences)
+        self._num_sequences += len(request.sequences)
+        self._requests[submit.request_id] = request
+        self._unstarted.add(submit.request_id)
+        self.scheduler.add(request.sequences)
+
+    def abort(self, request_id: str, choice: int = -1) -> None:
+        """Ends one choice, or all (-1), now; the events come with the next step. Unknown ones are ignored."""
+        request = self._requests.get(request_id)
+        for sequence in request.sequences if request else []:
+            if choice in (-1, sequence.choice) and sequence.status is not SequenceStatus.FINISHED:
+                self._end(sequence, "abort")
+
+    def grant(self, request_id: str, granted_tokens: int) -> None:
+        """Raises the output tokens allowed per choice, up to max_tokens; never lowers them."""
+        request = self._requests.get(request_id)
+        for sequence in request.sequences if request else []:
+            sequence.limit = max(sequence.limit, min(sequence.sampling.max_tokens, granted_tokens))
+
+    def adapter_ready(self, key: str, weights: HostWeights) -> None:
+        """A host copy has come; who waits for it gets its turn."""
+        self.adapters.host.put(key, weights)
+        self.scheduler.waiting.adapter_ready(key)
+
+    def adapter_failed(self, key: str, code: str, message: str) -> None:
+        """There is no such copy: requests that wait for it finish with ``code``."""
+        for sequence in self.scheduler.waiting.parked(key):
+            self._fail(sequence.request, code, message)
+
+    def forget_adapter(self, key: str) -> None:
+        """A deleted version: gone from host memory now, from its slot with its last running sequence."""
+        self.adapters.forget(key)
+        self._clear_slots()
+
+    def check_invariants(self) -> None:
+        """Asserts what holds between steps."""
+        self.scheduler.check_invariants()
+        waiting = running = 0
+        for request in self._requests.values():
+            unfinished = [sequence for sequence in request.sequences if sequence.status is not SequenceStatus.FINISHED]
+            assert len(unfinished) == request.num_unfinished > 0, f"{request.request_id} should have finished"
+            running += sum(sequence.status is SequenceStatus.RUNNING for sequence in unfinished)
+            waiting += sum(sequence.status is SequenceStatus.WAITING for sequence in unfinished)
+        assert running == len(self.scheduler.running), "a running sequence belongs to no request"
+        assert waiting == sum(self.scheduler.waiting.num_sequences.values()), "a waiting sequence is lost"
+        assert self._unstarted <= self._requests.keys()
+
+    # ── parts of a step ──────────────────────────────────────────────────────────────────────────
+
+    def _load_adapters(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
+        """Moves the weights that the plan needs; requests whose weights don't fit fail and leave the plan."""
+        self._clear_slots()
+        failed: dict[str, InvalidAdapter] = {}
+        times_ns = []
+        for load in self.adapters.take_loads():
+            begin_ns = self._clock()
+            if load.replaces:
+                self._runner.clear_slot(load.slot)
+            try:
+                self._runner.load_slot(load.slot, load.weights)
+            except InvalidAdapter as error:
+                failed[load.key] = error
+            times_ns.append(self._clock() - begin_ns)
+        return (self._without(plan, failed) if failed else plan), tuple(times_ns)
+
+    def _without(self, plan: StepPlan, failed: dict[str, InvalidAdapter]) -> StepPlan:
+        for key in failed:
+            self.adapters.forget(key)
+        for chunk in plan.chunks:
+            error = failed.get(chunk.sequence.adapter_key)
+            if error is not None:
+                self._fail(chunk.sequence.request, error.code, str(error))
+        chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence.status is SequenceStatus.RUNNING)
+        return StepPlan(chunks, plan.preempted, sum(chunk.num_tokens for chunk in chunks), plan.exhausted)
+
+    def _attribute(self, plan: StepPlan, started_ns: int, ended_ns: int) -> None:
+        """Shares the forward's time among the requests in it, by tokens, to the last nanosecond."""
+        tokens: dict[str, int] = {}
+        for chunk in plan.chunks:
+            request = chunk.sequence.request
+            tokens[request.request_id] = tokens.get(request.request_id, 0) + chunk.num_tokens
+            if not request.scheduled_ns:
+                request.scheduled_ns = started_ns
+                self._unstarted.discard(request.request_id)
+        if tokens:
+            shares = cost.split(ended_ns - started_ns, list(tokens.values()))
+            for request_id, share_ns in zip(tokens, shares, strict=True):
+                self._requests[request_id].gpu_ns += share_ns
+
+    def _commit(self, plan: StepPlan, results: abc.Sequence[ChunkResult], now_ns: int) -> None:
+        assert len(results) == len(plan.chunks), "the runner answers each chunk once"
+        self.scheduler.commit(plan)
+        for sequence in plan.exhausted:
+            self._tell_end(sequence, "length")
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            sequence = chunk.sequence
+            if sequence.sampling.prompt_logprobs >= 0 and sequence.is_leader:
+                self._outbox.add_scores(chunk, result)
+            if chunk.samples:
+                reason = self._outbox.add_token(sequence, result, now_ns)
+                if reason:
+                    self.scheduler.finish(sequence)
+                    self._close(sequence, reason)
+            elif sequence.limit == 0 and sequence.num_remaining_tokens == 0:
+                self._end(sequence, "length")
+
+    def _collect(self, plan: StepPlan, times: StepTimes) -> StepResult:
+        self._clear_slots()
+        events = self._outbox.take()
+        wanted = self.scheduler.waiting.take_wanted()
+        stats = measure(plan, times, self._clock())
+        self.stats.record(stats, times.begin_ns)
+        return StepResult(events.deltas, events.scores, events.finished, wanted, stats)
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _fail(self, request: Request, code: str, message: str) -> None:
+        if not request.error_code:
+            request.error_code, request.error_message = code, message
+        for sequence in request.sequences:
+            if sequence.status is not SequenceStatus.FINISHED:
+                self._end(sequence, "error")
+
+    def _end(self, sequence: Sequence, reason: wire.FinishReason) -> None:
+        self.scheduler.finish(sequence)
+        self._tell_end(sequence, reason)
+
+    def _tell_end(self, sequence: Sequence, reason: wire.FinishReason) -> None:
+        self._outbox.add_end(sequence, reason)
+        self._close(sequence, reason)
+
+    def _close(self, sequence: Sequence, reason: wire.FinishReason) -> None:
+        request = self._outbox.close(sequence, reason, self._clock())
+        if request is not None:
+            del self._requests[request.request_id]
+            self._unstarted.discard(request.request_id)
+
+    def _clear_slots(self) -> None:
+        for slot in self.adapters.take_clears():
+            self._runner.clear_slot(slot)

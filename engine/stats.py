@@ -1,0 +1,236 @@
+"""What the engine counts, and how it is told: metric families as plain numbers, without a model label."""
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.cost import split
+from engine.scheduler import Scheduler, StepPlan
+from engine.sequence import CLASS_RANK
+from engine.wire import Family
+
+STEP_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 4.096)
+LOAD_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+UTILIZATION_WINDOW_NS = 10_000_000_000
+MAX_LISTED_ADAPTERS = 32
+
+Labels = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step: what it computed, and where its time went (ns). ``run_ns`` is the forward, and is attributed to
+    requests in full; ``load_ns`` is moving adapters; the rest of the step is ``overhead_ns``."""
+
+    num_sequences: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_preempted: int = 0
+    run_ns: int = 0
+    load_ns: int = 0
+    overhead_ns: int = 0
+    prefill_ns: int = 0  # run_ns shared by tokens between the two phases
+    decode_ns: int = 0
+    load_times_ns: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    @property
+    def kind(self) -> str:
+        if self.num_prefill_tokens and self.num_decode_tokens:
+            return "mixed"
+        return "prefill" if self.num_prefill_tokens else "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Readings of the clock around a step's forward, and how long each adapter load before it took."""
+
+    begin_ns: int
+    started_ns: int
+    ended_ns: int
+    load_times_ns: tuple[int, ...]
+
+
+def measure(plan: StepPlan, times: StepTimes, now_ns: int) -> StepStats:
+    """The numbers of a step that ended ``now_ns``. Recomputing after a preemption is prefill."""
+    num_decode = sum(chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt_tokens for chunk in plan.chunks)
+    run_ns = times.ended_ns - times.started_ns if plan.chunks else 0
+    prefill_ns, decode_ns = split(run_ns, (plan.num_tokens - num_decode, num_decode))
+    load_ns = sum(times.load_times_ns)
+    return StepStats(
+        num_sequences=len(plan.chunks),
+        num_prefill_tokens=plan.num_tokens - num_decode,
+        num_decode_tokens=num_decode,
+        num_preempted=len(plan.preempted),
+        run_ns=run_ns,
+        load_ns=load_ns,
+        overhead_ns=now_ns - times.begin_ns - run_ns - load_ns,
+        prefill_ns=prefill_ns,
+        decode_ns=decode_ns,
+        load_times_ns=times.load_times_ns,
+    )
+
+
+class Histogram:
+    """Counts by upper bound; ``samples`` gives them cumulative."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def samples(self, labels: Labels) -> list[tuple[str, Labels, float]]:
+        samples: list[tuple[str, Labels, float]] = []
+        total = 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            samples.append(("_bucket", {**labels, "le": bound}, total))
+        return [*samples, ("_sum", labels, self._sum), ("_count", labels, total)]
+
+
+class EngineStats:
+    """Adds up steps. Every nanosecond since the start is in one account: attributed to a request, adapter load,
+    idle (as the step thread says), or overhead: scheduling, and what else lies between two forwards."""
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], int]) -> None:
+        self.account_ns = dict.fromkeys(("attributed", "load", "overhead", "idle"), 0)
+        self.phase_ns = {"prefill": 0, "decode": 0}
+        self._scheduler = scheduler
+        self._clock = clock
+        self._started_ns = self._ended_ns = clock()
+        self._recent: deque[tuple[int, int]] = deque()  # (end, busy ns) of the steps in the window
+        self._step_seconds = {kind: Histogram(STEP_BUCKETS) for kind in ("prefill", "decode", "mixed")}
+        self._batch_tokens = {"prefill": Histogram(SIZE_BUCKETS), "decode": Histogram(SIZE_BUCKETS)}
+        self._batch_sequences = Histogram(SIZE_BUCKETS)
+        self._load_seconds = Histogram(LOAD_BUCKETS)
+
+    def idle(self, idle_ns: int) -> None:
+        """The step thread has waited since the last step."""
+        self.account_ns["idle"] += idle_ns
+        self._ended_ns += idle_ns
+
+    def record(self, step: StepStats, begin_ns: int) -> None:
+        """A step that began at ``begin_ns``."""
+        accounts = self.account_ns
+        accounts["attributed"] += step.run_ns
+        accounts["load"] += step.load_ns
+        accounts["overhead"] += step.overhead_ns + begin_ns - self._ended_ns
+        self._ended_ns = begin_ns + step.run_ns + step.load_ns + step.overhead_ns
+        for load_ns in step.load_times_ns:
+            self._load_seconds.observe(load_ns / 1e9)
+        if step.num_sequences:
+            self._record_batch(step)
+
+    def families(self) -> list[Family]:
+        """Everything as of now. From another thread, numbers may be one step apart."""
+        return [
+            *self._time_families(),
+            *self._batch_families(),
+            *_queue_families(self._scheduler),
+            *_block_families(self._scheduler),
+            *_adapter_families(self._scheduler),
+            _histogram("tenora_adapter_load_seconds", "Moving an adapter into its slot", {"": self._load_seconds}),
+        ]
+
+    def _record_batch(self, step: StepStats) -> None:
+        self.phase_ns["prefill"] += step.prefill_ns
+        self.phase_ns["decode"] += step.decode_ns
+        self._step_seconds[step.kind].observe(step.run_ns / 1e9)
+        self._batch_sequences.observe(step.num_sequences)
+        self._batch_tokens["prefill"].observe(step.num_prefill_tokens)
+        self._batch_tokens["decode"].observe(step.num_decode_tokens)
+        self._recent.append((self._ended_ns, step.run_ns))
+        while self._recent[0][0] < self._ended_ns - UTILIZATION_WINDOW_NS:
+            self._recent.popleft()
+
+    def _time_families(self) -> Iterable[Family]:
+        seconds = {name: value / 1e9 for name, value in self.account_ns.items()}
+        yield _family("tenora_gpu_seconds", "counter", "Device time by account", "account", seconds)
+        phases = {name: value / 1e9 for name, value in self.phase_ns.items()}
+        yield _family("tenora_phase_gpu_seconds", "counter", "Attributed device time by phase", "phase", phases)
+        now_ns = self._clock()
+        window_ns = min(UTILIZATION_WINDOW_NS, now_ns - self._started_ns)
+        busy_ns = sum(run_ns for end_ns, run_ns in tuple(self._recent) if end_ns > now_ns - UTILIZATION_WINDOW_NS)
+        ratio = min(1.0, busy_ns / window_ns) if window_ns > 0 else 0.0
+        yield _single("tenora_gpu_utilization_ratio", "gauge", "Busy / wall time of the last ten seconds", ratio)
+
+    def _batch_families(self) -> Iterable[Family]:
+        yield _histogram("tenora_step_seconds", "Forward passes", self._step_seconds, "kind")
+        yield _histogram("tenora_batch_sequences", "Sequences of a step", {"": self._batch_sequences})
+        yield _histogram("tenora_batch_tokens", "Tokens of a step", self._batch_tokens, "phase")
+
+
+def _queue_families(scheduler: Scheduler) -> Iterable[Family]:
+    waiting = dict(scheduler.waiting.num_sequences)
+    yield _family("tenora_queue_depth", "gauge", "Waiting sequences", "class", waiting)
+    yield _single("tenora_preemptions", "counter", "Sequences that gave their blocks back", scheduler.num_preemptions)
+    yield _single("vllm:num_requests_running", "gauge", "Running sequences", len(scheduler.running))
+    yield _single("vllm:num_requests_waiting", "gauge", "Waiting sequences", sum(waiting.values()))
+
+
+def _block_families(scheduler: Scheduler) -> Iterable[Family]:
+    pool, running = scheduler.pool, tuple(scheduler.running)
+    states = {"free": pool.num_free, "cached": pool.num_cached, "used": pool.num_used}
+    yield _family("tenora_kv_blocks", "gauge", "KV blocks by state", "state", states)
+    in_use = dict.fromkeys(CLASS_RANK, 0)
+    for sequence in running:
+        in_use[sequence.request.submit.flow.flow_class] += len(sequence.block_table)
+    help_text = "Blocks in the tables of running sequences; a shared one counts for each"
+    yield _family("tenora_kv_blocks_in_use", "gauge", help_text, "class", in_use)
+    room = sum(in_use.values()) * scheduler.config.block_size
+    empty = room - sum(sequence.num_computed_tokens for sequence in running)
+    help_text = "Part of the running sequences' blocks that holds nothing yet"
+    yield _single("tenora_kv_fragmentation_ratio", "gauge", help_text, max(0.0, empty / room) if room else 0.0)
+    yield _single("tenora_kv_block_reuse", "counter", "Blocks taken over from the prefix cache", pool.num_reused)
+    tokens = {"hit": scheduler.num_cache_hits, "miss": scheduler.num_cache_misses}
+    yield _family("tenora_prefix_cache_tokens", "counter", "Prompt tokens found, and not", "result", tokens)
+    usage = pool.num_used / pool.num_blocks
+    yield _single("vllm:kv_cache_usage_perc", "gauge", "Used part of the KV blocks, 0 to 1", usage)
+
+
+def _adapter_families(scheduler: Scheduler) -> Iterable[Family]:
+    adapters = scheduler.adapters
+    tiers = {"device": adapters.num_resident, "host": len(adapters.host)}
+    yield _family("tenora_adapters_resident", "gauge", "Adapters whose weights are there", "tier", tiers)
+    free, idle = adapters.num_free, adapters.num_idle
+    states = {"free": free, "idle": idle, "pinned": adapters.num_slots - free - idle}
+    yield _family("tenora_adapter_slots", "gauge", "Adapter slots by state", "state", states)
+    running = Counter(sequence.adapter_key for sequence in tuple(scheduler.running) if sequence.adapter_key)
+    labels = {
+        "max_lora": str(adapters.num_slots),
+        "running_lora_adapters": _short_keys(running),
+        "waiting_lora_adapters": _short_keys(list(scheduler.waiting.num_of_adapter)),
+    }
+    help_text = "Adapters in use, first 12 hex digits of their keys; the value is when (unix seconds)"
+    yield Family("vllm:lora_requests_info", "gauge", help_text, [("", labels, time.time())])
+
+
+def _short_keys(keys: Iterable[str]) -> str:
+    return ",".join(sorted(key[:12] for key in keys)[:MAX_LISTED_ADAPTERS])
+
+
+def _family(name: str, kind: Literal["counter", "gauge"], text: str, label: str, values: dict) -> Family:
+    suffix = "_total" if kind == "counter" else ""
+    return Family(name, kind, text, [(suffix, {label: key}, float(value)) for key, value in values.items()])
+
+
+def _single(name: str, kind: Literal["counter", "gauge"], text: str, value: float) -> Family:
+    return Family(name, kind, text, [("_total" if kind == "counter" else "", {}, float(value))])
+
+
+def _histogram(name: str, text: str, histograms: dict[str, Histogram], label: str = "") -> Family:
+    samples = [
+        sample for key, histogram in histograms.items() for sample in histogram.samples({label: key} if label else {})
+    ]
+    return Family(name, "histogram", text, samples)
