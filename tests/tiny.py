@@ -1,7 +1,6 @@
 """The tiny random model of the tests: small enough for thousands of steps, shaped so that no two sizes tie.
 
-Vocabulary 300, hidden 32, 2 layers, 4 heads / 2 KV heads of 8, MLP 64. Nothing is downloaded. Import it as
-``from tiny import …`` (pytest puts the folder of tests/conftest.py on the path).
+Vocabulary 300, hidden 32, 2 layers, 4 heads / 2 KV heads of 8, MLP 64. Nothing is downloaded.
 """
 
 import json

@@ -1,0 +1,67 @@
+"""Self-attention over the paged cache."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.models.config import Llama3Scaling, ModelConfig, RopeConfig
+from engine.models.linear import Linear, LoraStep
+from kernels.paged_attention import paged_attention
+from kernels.rope import rope
+from kernels.store_kv import store_kv
+
+
+class KVCache:
+    """Keys and values of every layer, each [num_blocks, block_size, N_kv, D]; zeros until written."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
+        attention = config.attention
+        shape = (config.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.keys = like.new_zeros(shape).unbind()
+        self.values = like.new_zeros(shape).unbind()
+
+
+class Attention:
+    """q, k, v in one product, rope, paged attention, o."""
+
+    def __init__(self, config: ModelConfig, layer: int, qkv: Linear, output: Linear) -> None:
+        attention = config.attention
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+        )
+        self.qkv = qkv
+        self.output = output
+
+    def __call__(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, rope_table: Tensor) -> Tensor:
+        """x [T, H] → [T, H]; writes the keys and values of the T tokens."""
+        num_turned = self.num_heads + self.num_kv_heads
+        heads = self.qkv(x, lora).unflatten(-1, (num_turned + self.num_kv_heads, self.head_dim))
+        turned = rope(heads[:, :num_turned], batch.positions, rope_table)
+        keys, values = kv.keys[self.layer], kv.values[self.layer]
+        store_kv(turned[:, self.num_heads :], heads[:, num_turned:], keys, values, batch.slot_mapping)
+        queries = turned[:, : self.num_heads].contiguous()
+        seen = paged_attention(queries, keys, values, batch.attention, scale=self.head_dim**-0.5)
+        return self.output(seen.flatten(1), lora)
+
+
+def inverse_frequencies(rope_config: RopeConfig, head_dim: int) -> Tensor:
+    """[D/2] fp32, as transformers computes them."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope_config.theta**exponents
+    return plain if rope_config.scaling is None else _stretch(plain, rope_config.scaling)
+
+
+def _stretch(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Llama 3.1: long wavelengths by the whole factor, short ones not at all, a ramp between."""
+    wavelengths = 2 * math.pi / plain
+    turns = scaling.original_context_tokens / wavelengths
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ramp = ramp.clamp(0.0, 1.0)
+    return (1 - ramp) * plain / scaling.factor + ramp * plain

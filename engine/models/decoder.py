@@ -1,0 +1,124 @@
+"""The decoder: embedding, layers, final norm, head. Families differ by the parts in one table, never by an ``if``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.models.attention import Attention, KVCache, inverse_frequencies
+from engine.models.config import ModelConfig
+from engine.models.linear import Linear, LoraSlots, LoraStep
+from kernels.linear import LinearWeight, linear
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope_table
+
+Weights = Mapping[str, Tensor]
+
+
+class RmsNorm:
+    def __init__(self, config: ModelConfig, weight: Tensor) -> None:
+        self.weight = weight
+        self.eps = config.rms_norm_eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class GatedMlp:
+    """down(silu(gate(x)) · up(x)), gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
+        gate, up = self.gate_up(x, lora).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), lora)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a family builds each part of a layer from the weights under a prefix."""
+
+    norm: Callable[[ModelConfig, Tensor], RmsNorm]
+    attention: Callable[[ModelConfig, Weights, int], Attention]
+    mlp: Callable[[ModelConfig, Weights, int], GatedMlp]
+
+
+def _fused(weights: Weights, layer: int, parent: str, modules: tuple[str, ...]) -> Linear:
+    names = [f"model.layers.{layer}.{parent}.{module}" for module in modules]
+    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+    return Linear(layer, modules, [weights[f"{name}.weight"] for name in names], biases)
+
+
+def _attention(config: ModelConfig, weights: Weights, layer: int) -> Attention:
+    fused = partial(_fused, weights, layer, "self_attn")
+    return Attention(config, layer, fused(("q_proj", "k_proj", "v_proj")), fused(("o_proj",)))
+
+
+def _gated_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMlp:
+    fused = partial(_fused, weights, layer, "mlp")
+    return GatedMlp(fused(("gate_proj", "up_proj")), fused(("down_proj",)))
+
+
+_LLAMA = Parts(norm=RmsNorm, attention=_attention, mlp=_gated_mlp)
+PARTS: dict[str, Parts] = {"llama": _LLAMA, "mistral": _LLAMA}
+
+
+class Layer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
+        parts = PARTS[config.family]
+        prefix = f"model.layers.{layer}"
+        self.attention_norm = parts.norm(config, weights[f"{prefix}.input_layernorm.weight"])
+        self.attention = parts.attention(config, weights, layer)
+        self.mlp_norm = parts.norm(config, weights[f"{prefix}.post_attention_layernorm.weight"])
+        self.mlp = parts.mlp(config, weights, layer)
+
+    def __call__(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), batch, kv, lora, table)
+        return x + self.mlp(self.mlp_norm(x), lora)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
+
+
+class Decoder:
+    """A Llama-like decoder on one device.
+
+    ``weights`` go by Hugging Face's names, all of one dtype. What is fused or packed is copied, the rest (the
+    embedding, norms) is kept by reference; none is ever written. A missing weight is a KeyError.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.layers = [Layer(config, weights, layer) for layer in range(config.num_layers)]
+        self.norm = PARTS[config.family].norm(config, weights["model.norm.weight"])
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        self.head = LinearWeight(weights[head])
+        frequencies = inverse_frequencies(config.rope, config.attention.head_dim).to(self.embedding.device)
+        self.rope_table = rope_table(frequencies, config.context_tokens)
+        self._num_head_calls = 0
+
+    @property
+    def num_linear_calls(self) -> int:
+        """Products with base weights so far, the head's among them."""
+        return self._num_head_calls + sum(linear.num_calls for layer in self.layers for linear in layer.linears())
+
+    def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots) -> Tensor:
+        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``."""
+        step = LoraStep(lora, batch.lora)
+        x = F.embedding(batch.token_ids, self.embedding)
+        for layer in self.layers:
+            x = layer(x, batch, kv, step, self.rope_table)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] → [R, V] fp32."""
+        self._num_head_calls += 1
+        return linear(hidden, self.head).float()

@@ -1,0 +1,84 @@
+"""Runs one step on the device: one forward for all chunks, then tokens and log-probabilities where wanted."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, build_batch
+from engine.config import EngineConfig
+from engine.models.attention import KVCache
+from engine.models.decoder import Decoder
+from engine.models.linear import LoraSlots
+from engine.sampler import Sampled, Sampler
+from engine.scheduler import Chunk, ChunkResult, StepPlan
+from engine.weights.adapter import AdapterWeights
+from engine.wire import TokenLogprobs
+
+SCORE_ROWS = 64  # logits of a long prompt are made for so many positions at a time: bounds the memory
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Runner:
+    """Owns the KV pool and the adapter slots of one model. Not thread-safe: the step thread's."""
+
+    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+        self.model_info = ModelInfo(model.config.vocab_size, model.config.eos_token_ids)
+        self._model = model
+        self._block_size = config.block_size
+        self._kv = KVCache(model.config, config.num_blocks, config.block_size, model.embedding)
+        self._slots = LoraSlots(model.config, config.adapter_slots, config.max_lora_rank, model.embedding)
+        self._sampler = Sampler(model.config.eos_token_ids)
+
+    @property
+    def num_linear_calls(self) -> int:
+        """Products with base weights so far."""
+        return self._model.num_linear_calls
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[ChunkResult]:
+        """Computes the plan; results stand in the order of ``plan.chunks``."""
+        window = self._model.config.attention.sliding_window
+        batch = build_batch(plan, self._block_size, window, self._model.embedding.device)
+        hidden = self._model.forward(batch, self._kv, self._slots)
+        sampled = iter(self._sample(plan, batch, hidden))
+        results = []
+        for chunk, start in zip(plan.chunks, batch.attention.query_starts[:-1], strict=True):
+            token_id, logprobs = next(sampled) if chunk.samples else (-1, None)
+            scores = self._score(chunk, hidden[start : start + chunk.num_tokens]) if chunk.scores else ()
+            results.append(ChunkResult(token_id, logprobs, scores))
+        return results
+
+    @torch.inference_mode()
+    def load_slot(self, slot: int, weights: AdapterWeights) -> None:
+        """Replaces what ``slot`` holds. Raises ValueError for an adapter that does not fit the model or the slots."""
+        self._slots.load_slot(slot, weights)
+
+    @torch.inference_mode()
+    def clear_slot(self, slot: int) -> None:
+        """Zeroes ``slot``."""
+        self._slots.clear_slot(slot)
+
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[Sampled]:
+        rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        if not rows:
+            return []
+        return self._sampler.sample(self._model.logits(hidden[batch.logits_rows]), rows)
+
+    def _score(self, chunk: Chunk, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        """hidden [tokens of the chunk, H] → log-probabilities of the prompt tokens that they predict."""
+        sequence = chunk.sequence
+        targets = sequence.token_ids[
+            chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, sequence.num_prompt_tokens)
+        ]
+        scores: list[TokenLogprobs] = []
+        for first in range(0, len(targets), SCORE_ROWS):
+            some = targets[first : first + SCORE_ROWS]
+            logits = self._model.logits(hidden[first : first + len(some)])
+            scores += self._sampler.score(logits, some, sequence.sampling.prompt_logprobs)
+        return tuple(scores)

@@ -1,0 +1,30 @@
+"""Causal attention of a ragged batch over a paged key/value cache: prefill chunks and decodes in one call."""
+
+from torch import Tensor
+
+from kernels.paged_attention import reference
+from kernels.paged_attention.plan import AttentionPlan, plan_attention
+
+__all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
+
+
+def paged_attention(
+    queries: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, *, scale: float
+) -> Tensor:
+    """queries [T, N_q, D], caches [num_blocks, block_size, N_kv, D] → [T, N_q, D] in the queries' dtype.
+
+    The keys and values of the queries themselves stand in the cache already (``store_kv``). Query head h reads
+    key/value head h // (N_q / N_kv). A query at position p sees the positions 0 … p of its own sequence, or the
+    last ``plan.sliding_window`` of them. Scores and softmax are fp32. Cache contents that a query does not see
+    never reach its row, whatever they hold. On a CPU a row's bits depend on what it sees only: not on the other
+    sequences, the chunk that it came in, or the number of threads.
+
+    ``plan`` is made once a step by ``plan_attention`` and serves every layer. After Kwon et al. (arXiv 2309.06180)
+    and Dao et al. (arXiv 2205.14135).
+    """
+    num_heads, num_kv_heads = queries.shape[1], key_cache.shape[2]
+    assert key_cache.shape == value_cache.shape, (key_cache.shape, value_cache.shape)
+    assert queries.shape[0] == plan.num_tokens, (queries.shape, plan.num_tokens)
+    assert key_cache.shape[1] == plan.block_size, (key_cache.shape, plan.block_size)
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    return reference.paged_attention(queries, key_cache, value_cache, plan, scale)

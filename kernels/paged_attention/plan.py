@@ -1,0 +1,139 @@
+"""What a step's attention needs to know, worked out once for all layers."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+TILE = 128  # keys that are scored together; a multiple fixed for all, since it decides the order of summation
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Every (sequence, tile) pair of the sequences with one query. Pairs of a sequence are merged in tile order.
+
+    ``rows`` [N] are their query rows, ``owners`` [P] the sequence of each pair, ``tokens`` [P, TILE] cache tokens
+    and ``hidden`` [P, TILE] which of them are not seen; ``order`` [most tiles of one, N] holds pairs, P = none.
+    """
+
+    rows: Tensor
+    owners: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    order: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkTile:
+    """One tile of a chunk's context and the run of its queries ``first`` … ``last`` (exclusive) that see some of
+    it. ``tokens`` [TILE] are cache tokens; ``hidden`` [last - first, TILE], None where all is seen."""
+
+    first: int
+    last: int
+    tokens: Tensor
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class ChunkTiles:
+    """A sequence with several queries: they are rows ``start`` … ``stop`` of the batch."""
+
+    start: int
+    stop: int
+    tiles: tuple[ChunkTile, ...]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which tokens see what. Made by ``plan_attention``.
+
+    block_tables [N, most blocks] int64 (what lies past a sequence's blocks is not read), query_starts N + 1 ints,
+    context_lens N ints: tokens of each sequence in the cache, its queries among them.
+    """
+
+    block_tables: Tensor
+    query_starts: list[int]
+    context_lens: list[int]
+    block_size: int
+    sliding_window: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_starts[-1]
+
+    @cached_property
+    def decode(self) -> DecodeTiles | None:
+        sequences = [index for index in range(len(self.context_lens)) if self._num_queries(index) == 1]
+        return self._decode_tiles(sequences) if sequences else None
+
+    @cached_property
+    def chunks(self) -> tuple[ChunkTiles, ...]:
+        sequences = (index for index in range(len(self.context_lens)) if self._num_queries(index) > 1)
+        return tuple(self._chunk_tiles(index) for index in sequences)
+
+    def _num_queries(self, sequence: int) -> int:
+        return self.query_starts[sequence + 1] - self.query_starts[sequence]
+
+    def _first_seen(self, position: int) -> int:
+        return 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)
+
+    def _cache_tokens(self, sequence: Tensor | int, positions: Tensor) -> Tensor:
+        blocks = self.block_tables[sequence, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def _decode_tiles(self, sequences: list[int]) -> DecodeTiles:
+        device = self.block_tables.device
+        pairs: list[tuple[int, int]] = []  # (index into sequences, tile)
+        order: list[list[int]] = []
+        for index, sequence in enumerate(sequences):
+            position = self.context_lens[sequence] - 1
+            tiles = range(self._first_seen(position) // TILE, position // TILE + 1)
+            order.append(list(range(len(pairs), len(pairs) + len(tiles))))
+            pairs += [(index, tile) for tile in tiles]
+        most = max(map(len, order))
+        padded = [ids + [len(pairs)] * (most - len(ids)) for ids in order]
+        owners, tiles = torch.tensor(pairs, device=device).T
+        numbers = torch.tensor(sequences, device=device)
+        last = torch.tensor([self.context_lens[sequence] - 1 for sequence in sequences], device=device)
+        first = torch.tensor([self._first_seen(int(position)) for position in last.tolist()], device=device)
+        positions = tiles[:, None] * TILE + torch.arange(TILE, device=device)
+        low, high = first[owners, None], last[owners, None]
+        hidden = (positions < low) | (positions > high)
+        # a hidden key reads the query's own token instead: never memory that the query must not see
+        tokens = self._cache_tokens(numbers[owners, None], torch.where(hidden, high, positions))
+        rows = torch.tensor([self.query_starts[sequence] for sequence in sequences], device=device)
+        return DecodeTiles(rows, owners, tokens, hidden, torch.tensor(padded, device=device).T)
+
+    def _chunk_tiles(self, sequence: int) -> ChunkTiles:
+        start, stop = self.query_starts[sequence], self.query_starts[sequence + 1]
+        end = self.context_lens[sequence]
+        begin = end - (stop - start)  # position of the first query
+        tiles = range(self._first_seen(begin) // TILE, (end - 1) // TILE + 1)
+        return ChunkTiles(start, stop, tuple(self._chunk_tile(sequence, tile, begin, end) for tile in tiles))
+
+    def _chunk_tile(self, sequence: int, tile: int, begin: int, end: int) -> ChunkTile:
+        device = self.block_tables.device
+        positions = tile * TILE + torch.arange(TILE, device=device)
+        first = max(begin, tile * TILE)
+        last = end if self.sliding_window is None else min(end, (tile + 1) * TILE + self.sliding_window - 1)
+        queries = torch.arange(first, last, device=device)[:, None]
+        hidden = positions > queries
+        if self.sliding_window is not None:
+            hidden |= positions <= queries - self.sliding_window
+        lowest = self._first_seen(first)
+        tokens = self._cache_tokens(sequence, positions.clamp(lowest, end - 1))
+        return ChunkTile(first - begin, last - begin, tokens, hidden if bool(hidden.any()) else None)
+
+
+def plan_attention(
+    block_tables: Tensor,
+    query_starts: list[int],
+    context_lens: list[int],
+    *,
+    block_size: int,
+    sliding_window: int | None = None,
+) -> AttentionPlan:
+    """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions."""
+    assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
+    return AttentionPlan(block_tables, query_starts, context_lens, block_size, sliding_window)
