@@ -241,17 +241,17 @@ class AdapterTiers:
         """Writes chunks to the staging file as they come: its hash, or '' when the gateway went away. Raises
         FetchFailed when they don't make the file that they announce."""
         staged, digest, num_bytes = self._disk.staging(key), hashlib.sha256(), 0
-        with await self._off_loop(staged.open, "wb") as file:
-            first = chunk = await fetch.take()
-            while chunk is not None and first is not None:
-                same_file = (chunk.sha256, chunk.total_bytes) == (first.sha256, first.total_bytes)
-                if not same_file or not _fits(chunk, num_bytes):
-                    raise FetchFailed("adapter_corrupt", "the adapter's chunks don't fit together")
-                num_bytes += len(chunk.data)
-                await self._off_loop(_take_in, chunk.data, digest, file)
-                if num_bytes == first.total_bytes:
-                    break
-                chunk = await fetch.take()
+        staged.unlink(missing_ok=True)
+        first = chunk = await fetch.take()
+        while chunk is not None and first is not None:
+            same_file = (chunk.sha256, chunk.total_bytes) == (first.sha256, first.total_bytes)
+            if not same_file or not _fits(chunk, num_bytes):
+                raise FetchFailed("adapter_corrupt", "the adapter's chunks don't fit together")
+            num_bytes += len(chunk.data)
+            await self._off_loop(_take_in, chunk.data, digest, staged)
+            if num_bytes == first.total_bytes:
+                break
+            chunk = await fetch.take()
         if chunk is None:
             return ""
         if digest.hexdigest() != chunk.sha256:
@@ -268,6 +268,7 @@ def _fits(chunk: wire.AdapterChunk, offset: int) -> bool:
     return chunk.offset == offset and len(chunk.data) > 0 and end <= chunk.total_bytes <= MAX_ADAPTER_BYTES
 
 
-def _take_in(data: bytes, digest, file) -> None:
+def _take_in(data: bytes, digest, staged: Path) -> None:
     digest.update(data)
-    file.write(data)
+    with staged.open("ab") as file:
+        file.write(data)

@@ -7,27 +7,22 @@ streams that wait; nothing is awaited on that path.
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from engine import wire
+from engine.client_stream import Connection, EngineLost, EngineStream, Event
+
+__all__ = ["AdapterFile", "EngineClient", "EngineLost", "EngineStream", "Event", "ProtocolMismatch"]
 
 logger = logging.getLogger("engine.client")
-
-Event: TypeAlias = wire.Delta | wire.PromptScores | wire.Finished | wire.Rejected
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 WELCOME_TIMEOUT_S = 10.0
 MAX_ADAPTERS_SENT_AT_ONCE = 2
-RESUME_SENDING_BELOW_BYTES = 2 * wire.ADAPTER_CHUNK_BYTES
-
-
-class EngineLost(Exception):
-    """There is no connection, or it dropped: what the engine had of ours is aborted and journaled as lost."""
 
 
 class ProtocolMismatch(EngineLost):
@@ -44,139 +39,6 @@ class AdapterFile(NamedTuple):
 
 OnRecord: TypeAlias = Callable[[wire.Record], Awaitable[None]]
 AdapterSource: TypeAlias = Callable[[str], Awaitable[AdapterFile | None]]
-
-
-class EngineStream:
-    """One request at the engine. Events come in order; ``Finished`` or ``Rejected`` is the last.
-
-    ``submitted_ns`` and ``finished_ns`` are of this process's monotonic clock; 0 = not yet.
-    """
-
-    __slots__ = ("_close_sent", "_connection", "_events", "_waiter", "finished_ns", "request_id", "submitted_ns")
-
-    def __init__(self, request_id: str, connection: "_Connection") -> None:
-        self.request_id = request_id
-        self.submitted_ns = time.monotonic_ns()
-        self.finished_ns = 0
-        self._connection: _Connection | None = connection
-        self._events: deque[Event] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._close_sent = False
-
-    async def next(self) -> list[Event]:
-        """All events that have arrived, at least one: waits for it. One caller at a time.
-
-        Raises EngineLost when the connection dropped and everything that came before it has been taken.
-        """
-        while not self._events:
-            if self._connection is None and not self.finished_ns:
-                raise EngineLost(f"connection lost during {self.request_id}")
-            assert not self.finished_ns, "next() after the terminal event"
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    def abort(self, choice: int = -1) -> None:
-        """Ends one choice, or all; the terminal events still come. Nothing happens once it is over."""
-        if not self.finished_ns:
-            self._send(wire.Abort(self.request_id, choice))
-
-    def grant(self, granted_tokens: int) -> None:
-        """Raises the tokens that each choice may produce. Nothing happens once it is over."""
-        if not self.finished_ns:
-            self._send(wire.Grant(self.request_id, granted_tokens))
-
-    def close(self, close: wire.Close) -> None:
-        """The last word: the engine journals the request with it. Aborts what is left; later events are dropped.
-
-        Without effect the second time, after Rejected, and after the connection dropped (the engine then has
-        journaled the request as lost).
-        """
-        if self._close_sent:
-            return
-        self._close_sent = True
-        self.abort()
-        self._send(close)
-        self._connection = None if self.finished_ns else self._connection
-
-    def _send(self, message: wire.ToEngine) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
-
-    def _push(self, event: Event) -> None:
-        if not self._close_sent:
-            self._events.append(event)
-            self._wake()
-
-    def _end(self, event: wire.Finished | wire.Rejected) -> None:
-        self.finished_ns = time.monotonic_ns()
-        self._push(event)
-        if self._close_sent or isinstance(event, wire.Rejected):
-            self._connection = None
-
-    def _drop(self) -> None:
-        self._connection = None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-class _Connection(asyncio.Protocol):
-    """One socket: frames in and out. Knows nothing of what they mean beyond the owner's ``receive``."""
-
-    def __init__(self, receive: Callable[["_Connection", wire.ToGateway], None]) -> None:
-        self._receive = receive
-        self._frames = wire.Frames()
-        self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=RESUME_SENDING_BELOW_BYTES)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for body in self._frames.feed(data):
-                self._receive(self, wire.decode_to_gateway(body))
-        except wire.WireError as error:
-            logger.error("engine sent what is not our protocol: %s", error)
-            self.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._writable.set()
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-    def send(self, message: wire.ToEngine) -> None:
-        """Queues a message; dropped when the connection is gone."""
-        if self._transport is not None and not self.lost.done():
-            self._transport.write(wire.encode(message))
-
-    async def writable(self) -> None:
-        """Waits until the peer has read most of what was sent. Raises EngineLost."""
-        await self._writable.wait()
-        if self.lost.done():
-            raise EngineLost("connection lost")
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
 
 class EngineClient:
@@ -203,7 +65,7 @@ class EngineClient:
         self._hello = wire.Hello(peer, role, wire.PROTOCOL_VERSION, want_tokenizer)
         self._on_record = on_record
         self._adapter_source = adapter_source
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._mismatch: str = ""
         self._changed = asyncio.Event()
         self._streams: dict[str, EngineStream] = {}
@@ -291,7 +153,7 @@ class EngineClient:
 
     # ── the connection ───────────────────────────────────────────────────────────────────────────
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> Connection:
         if self._connection is None or self.welcome is None or self._connection.lost.done():
             raise EngineLost(f"not connected to {self.address}")
         return self._connection
@@ -308,7 +170,7 @@ class EngineClient:
         """Lives as long as one connection does; True when the engine welcomed us on it."""
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_unix_connection(lambda: _Connection(self._receive), self.address)
+            _, connection = await loop.create_unix_connection(lambda: Connection(self._receive), self.address)
         except OSError:
             return False
         self._connection = connection
@@ -331,21 +193,21 @@ class EngineClient:
         self._next_record = None
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream._drop()
+            stream.drop()
         for reply in self._stats.values():
             if not reply.done():
                 reply.set_exception(EngineLost(f"connection to {self.address} lost"))
 
     # ── what the engine says ─────────────────────────────────────────────────────────────────────
 
-    def _receive(self, connection: _Connection, message: wire.ToGateway) -> None:
+    def _receive(self, connection: Connection, message: wire.ToGateway) -> None:
         match message:
             case wire.StepFrame():
                 self._deal(message)
             case wire.Finished() | wire.Rejected():
                 stream = self._streams.pop(message.request_id, None)
                 if stream is not None:
-                    stream._end(message)
+                    stream.end(message)
             case wire.Record():
                 self._records.append(message)
                 self._records_arrived.set()
@@ -360,7 +222,7 @@ class EngineClient:
                 if name not in self._tasks:
                     self._spawn(name, self._give_adapter(connection, message.adapter_key))
 
-    def _welcomed(self, connection: _Connection, welcome: wire.Welcome) -> None:
+    def _welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
         if welcome.version not in wire.ACCEPTED_VERSIONS:
             self._mismatch = (
                 f"engine {welcome.engine_id} speaks protocol {welcome.version}, we {sorted(wire.ACCEPTED_VERSIONS)}"
@@ -378,11 +240,11 @@ class EngineClient:
         for event in frame.deltas:
             stream = streams.get(event.request_id)
             if stream is not None:
-                stream._push(event)
+                stream.push(event)
         for event in frame.scores:
             stream = streams.get(event.request_id)
             if stream is not None:
-                stream._push(event)
+                stream.push(event)
 
     async def _take_records(self) -> None:
         while True:
@@ -402,7 +264,7 @@ class EngineClient:
             logger.exception("record %d was not taken; it will come again", record.number)
             self._next_record = record.number
 
-    async def _give_adapter(self, connection: _Connection, key: str) -> None:
+    async def _give_adapter(self, connection: Connection, key: str) -> None:
         try:
             async with self._sending:
                 file = None if self._adapter_source is None else await self._adapter_source(key)
@@ -421,7 +283,7 @@ class EngineClient:
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
 
-async def _send_adapter(connection: _Connection, key: str, file: AdapterFile) -> None:
+async def _send_adapter(connection: Connection, key: str, file: AdapterFile) -> None:
     """The file in chunks, each sent when the engine has taken most of what came before. Raises OSError."""
     with await asyncio.to_thread(file.path.open, "rb") as source:
         for offset in range(0, file.size_bytes, wire.ADAPTER_CHUNK_BYTES):

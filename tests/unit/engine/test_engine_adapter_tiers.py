@@ -1,0 +1,279 @@
+"""Adapters: fetched once in chunks, kept on disk in bounds, never used unless their bytes have their hash."""
+
+import asyncio
+import os
+
+import pytest
+from live_engine import PATIENCE_S, canonical_file, collect, first_delta, live_client, live_server, submit, until
+from tiny import tiny_adapter
+
+from engine import wire
+from engine.adapter_tiers import DiskTier
+from engine.client import AdapterFile, EngineLost
+
+KEY = "ab" * 32
+PADDING = 3 * wire.ADAPTER_CHUNK_BYTES + 12345
+
+
+class Store:
+    """A gateway's adapter files; counts who asked for what."""
+
+    def __init__(self, **files: AdapterFile) -> None:
+        self.files = files
+        self.asked: list[str] = []
+
+    async def find(self, key: str) -> AdapterFile | None:
+        self.asked.append(key)
+        return self.files.get(key)
+
+
+def with_adapter(request_id: str, **fields) -> wire.Submit:
+    return submit(request_id, adapter_key=KEY, **fields)
+
+
+def test_an_adapter_comes_over_the_wire_in_chunks_once_and_changes_the_output(tmp_path):
+    file = canonical_file(tmp_path / "a", tiny_adapter(1), padding=PADDING)
+    store = Store(**{KEY: file})
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            base, _ = await collect(client.submit(submit("base", max_tokens=16)))
+            first, finished = await collect(client.submit(with_adapter("r1", max_tokens=16)))
+            again, _ = await collect(client.submit(with_adapter("r2", max_tokens=16)))
+            assert finished.error_code == ""
+            assert first == again != base
+            return first
+
+    assert file.size_bytes > 3 * wire.ADAPTER_CHUNK_BYTES
+    first = asyncio.run(main())
+    assert store.asked == [KEY]
+    [cached] = (tmp_path / "adapters").iterdir()
+    assert cached.read_bytes() == file.path.read_bytes()
+
+    async def restarted():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            return await collect(client.submit(with_adapter("r3", max_tokens=16)))
+
+    assert asyncio.run(restarted())[0] == first
+    assert store.asked == [KEY], "the disk tier had it"
+
+
+def test_a_file_damaged_on_disk_is_found_by_its_hash_and_fetched_once_more(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
+
+    async def once(request_id):
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            return await collect(client.submit(with_adapter(request_id)))
+
+    good, _ = asyncio.run(once("r1"))
+    [cached] = (tmp_path / "adapters").iterdir()
+    data = bytearray(cached.read_bytes())
+    data[-1] ^= 1
+    cached.write_bytes(data)
+    tokens, finished = asyncio.run(once("r2"))
+    assert (tokens, finished.error_code) == (good, "")
+    assert store.asked == [KEY, KEY]
+    assert cached.read_bytes()[-1] == data[-1] ^ 1
+
+
+def damaged(file: AdapterFile) -> AdapterFile:
+    data = bytearray(file.path.read_bytes())
+    data[-1] ^= 1
+    file.path.write_bytes(data)
+    return file
+
+
+def not_an_adapter(file: AdapterFile) -> AdapterFile:
+    import hashlib
+
+    file.path.write_bytes(b"not safetensors" * 100)
+    data = file.path.read_bytes()
+    return AdapterFile(file.path, hashlib.sha256(data).hexdigest(), len(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (damaged, "adapter_corrupt"),
+        (not_an_adapter, "adapter_corrupt"),
+        (lambda file: file._replace(size_bytes=file.size_bytes + 1), "adapter_unavailable"),
+        (lambda file: file._replace(path=file.path.with_name("gone")), "adapter_unavailable"),
+        (lambda file: None, "adapter_unavailable"),
+    ],
+    ids=["wrong hash", "not an adapter", "shorter than announced", "file gone", "unknown"],
+)
+def test_what_cannot_be_had_ends_its_requests_with_a_code_and_leaves_others_alone(tmp_path, change, code):
+    store = Store(**{KEY: change(canonical_file(tmp_path / "a", tiny_adapter(1)))})
+
+    async def main():
+        async with live_server(tmp_path) as server, live_client(tmp_path, adapter_source=store.find) as client:
+            streams = [client.submit(with_adapter(f"r{i}")) for i in range(3)]
+            other = client.submit(submit("other"))
+            for stream in streams:
+                tokens, finished = await collect(stream)
+                assert (tokens, finished.error_code) == ([], code)
+                stream.close(wire.Close(stream.request_id, 409))
+            assert (await collect(other))[1].error_code == ""
+            await until(lambda: server.num_open == 1, "the closes")
+            store.files[KEY] = canonical_file(tmp_path / "b", tiny_adapter(1))
+            tokens, finished = await collect(client.submit(with_adapter("later")))
+            assert (len(tokens), finished.error_code) == (8, "")
+
+    asyncio.run(main())
+    assert [path.suffix for path in (tmp_path / "adapters").iterdir()] == [".tnr"]
+
+
+def test_when_the_asked_gateway_goes_away_the_next_that_waits_is_asked(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
+    asked = asyncio.Event()
+
+    async def never(key):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, "second", adapter_source=store.find) as second:
+            async with live_client(tmp_path, "first", adapter_source=never) as first:
+                doomed = first.submit(with_adapter("r1"))
+                await asyncio.wait_for(asked.wait(), PATIENCE_S)
+                waiting = second.submit(with_adapter("r2"))
+                await second.stats(PATIENCE_S)
+                assert store.asked == []
+            with pytest.raises(EngineLost):
+                await collect(doomed)
+            tokens, finished = await collect(waiting)
+            assert (len(tokens), finished.error_code) == (8, "")
+            assert store.asked == [KEY]
+
+    asyncio.run(main())
+
+
+def test_when_nobody_waits_any_more_the_next_request_starts_the_fetch_again(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
+    asked = asyncio.Event()
+
+    async def never(key):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        async with live_server(tmp_path) as server:
+            async with live_client(tmp_path, "first", adapter_source=never) as first:
+                first.submit(with_adapter("r1"))
+                await asyncio.wait_for(asked.wait(), PATIENCE_S)
+            await until(lambda: server.num_open == 0, "the lost one's end")
+            async with live_client(tmp_path, "second", adapter_source=store.find) as second:
+                tokens, _ = await collect(second.submit(with_adapter("r2")))
+                assert len(tokens) == 8
+
+    asyncio.run(main())
+
+
+def test_a_forgotten_adapter_leaves_the_disk_and_those_who_wait_for_it_are_told(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
+    asked = asyncio.Event()
+
+    async def never(key):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            await collect(client.submit(with_adapter("r1")))
+            assert len(list((tmp_path / "adapters").iterdir())) == 1
+            client.forget_adapter(KEY)
+            await client.stats(PATIENCE_S)
+            assert list((tmp_path / "adapters").iterdir()) == []
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=never) as client:
+            stream = client.submit(with_adapter("r2"))
+            await asyncio.wait_for(asked.wait(), PATIENCE_S)
+            client.forget_adapter(KEY)
+            assert (await collect(stream))[1].error_code == "adapter_unavailable"
+
+    asyncio.run(main())
+
+
+def test_chunks_that_nobody_asked_for_are_ignored(tmp_path):
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path) as client:
+            client._connection.send(wire.AdapterChunk(KEY, 0, 4, "00" * 32, b"data"))
+            client._connection.send(wire.AdapterUnavailable(KEY, "adapter_corrupt", "no"))
+            await client.stats(PATIENCE_S)
+            assert list((tmp_path / "adapters").iterdir()) == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        wire.AdapterChunk(KEY, 1, 4, "00" * 32, b"dat"),
+        wire.AdapterChunk(KEY, 0, 4, "00" * 32, b""),
+        wire.AdapterChunk(KEY, 0, 4, "00" * 32, b"too long"),
+        wire.AdapterChunk(KEY, 0, 1 << 50, "00" * 32, b"data"),
+        wire.AdapterChunk(KEY, 0, 4, "../../../tmp/x", b"data"),
+    ],
+    ids=["gap", "empty", "longer than announced", "huge", "a path as hash"],
+)
+def test_chunks_that_do_not_make_their_file_are_refused(tmp_path, chunk):
+    async def main():
+        async with live_server(tmp_path):
+            async with live_client(tmp_path) as client:
+
+                async def bad(key):
+                    client._connection.send(chunk)
+                    await asyncio.Event().wait()
+
+                client._adapter_source = bad
+                stream = client.submit(with_adapter("r1"))
+                assert (await collect(stream))[1].error_code == "adapter_corrupt"
+            assert list((tmp_path / "adapters").glob("*.tnr")) == []
+
+    asyncio.run(main())
+
+
+def test_a_running_stream_goes_on_while_a_large_adapter_comes(tmp_path):
+    file = canonical_file(tmp_path / "a", tiny_adapter(1), padding=40 * wire.ADAPTER_CHUNK_BYTES)
+    store = Store(**{KEY: file})
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            running = client.submit(submit("running", max_tokens=300))
+            await first_delta(running)
+            tokens, finished = await collect(client.submit(with_adapter("r1")))
+            assert (len(tokens), finished.error_code) == (8, "")
+            assert (await collect(running))[1].usage.output_tokens == 300
+
+    asyncio.run(main())
+
+
+def put(tier: DiskTier, key: str, num_bytes: int) -> None:
+    tier.staging(key).write_bytes(b"x" * num_bytes)
+    tier.publish(key, "00" * 32)
+
+
+def test_the_disk_tier_is_bounded_and_drops_the_least_recently_used(tmp_path):
+    tier = DiskTier(tmp_path, max_bytes=300)
+    for key in "abc":
+        put(tier, key, 100)
+    assert tier.find("a") is not None
+    put(tier, "d", 100)
+    assert tier.find("b") is None
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "c", "d"]
+    put(tier, "huge", 1000)
+    assert (len(tier), tier.num_bytes) == (1, 1000)
+
+
+def test_the_disk_tier_finds_its_files_and_their_order_again(tmp_path):
+    tier = DiskTier(tmp_path)
+    for order, key in enumerate("abc"):
+        put(tier, key, 100)
+        path, _ = tier.find(key)
+        os.utime(path, (order, order))
+    (tmp_path / "half.part").write_bytes(b"torn")
+    os.utime(tier.find("a")[0], (10, 10))
+    again = DiskTier(tmp_path, max_bytes=250)
+    assert [again.find(key) is not None for key in "abc"] == [True, False, True]
+    assert not (tmp_path / "half.part").exists()
+    again.remove("a")
+    assert (len(again), again.num_bytes) == (1, 100)
