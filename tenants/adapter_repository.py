@@ -185,7 +185,7 @@ class AdapterRepository:
             await self._session.flush()
             return
         seen = alias.version
-        moved = await self._session.execute(  # pyright: ignore[reportDeprecated]
+        moved = await self._session.exec(
             update(AdapterAlias)
             .where(
                 col(AdapterAlias.tenant_id) == target.tenant_id,
@@ -194,7 +194,7 @@ class AdapterRepository:
             )
             .values(version=target.version, changed_unix_ns=now)
         )
-        if moved.rowcount != 1:  # pyright: ignore[reportAttributeAccessIssue]
+        if moved.rowcount != 1:
             raise VersionConflict(target.name, seen, target.version)
 
 

@@ -200,17 +200,25 @@ class Directory:
         """Epoch first, database second: a change in between is seen at the next poll."""
         try:
             async with asyncio.timeout(_STORE_DEADLINE_S):
-                epoch = await self._redis.get(EPOCH_KEY)
+                epoch = await self._read_epoch()
             reachable = True
         except (RedisError, OSError, TimeoutError):
             epoch, reachable = None, False
         overdue = time.monotonic() - self._refreshed_s > _REFRESH_ANYWAY_S
-        if force or overdue or (reachable and (self.stale or epoch != self._epoch)):
+        moved = reachable and (epoch is None or epoch != self._epoch)
+        if force or overdue or moved or (reachable and self.stale):
             await self.refresh()
             self._epoch = epoch
         if self.stale == reachable:
             _log.warning("directory is %s", "fresh again" if reachable else "stale: the store does not answer")
         self.stale = not reachable
+
+    async def _read_epoch(self) -> bytes | str | None:
+        """None when the store has lost it, or never had one: then it gets one, so that a later loss is seen too."""
+        epoch = await self._redis.get(EPOCH_KEY)
+        if epoch is None:
+            await self._redis.set(EPOCH_KEY, random.token_hex(16), nx=True)
+        return epoch
 
 
 def _known_key(key: ApiKey, tenant: Tenant) -> _Known:

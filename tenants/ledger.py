@@ -132,5 +132,5 @@ async def _insert(session: AsyncSession, table: Any, rows: list[dict[str, Any]],
     insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
     statement = insert(table).on_conflict_do_nothing().returning(col(getattr(table, key[0])))
     ordered = sorted(rows, key=lambda row: tuple(row[name] for name in key))
-    inserted = await session.execute(statement, ordered)  # pyright: ignore[reportDeprecated]
+    inserted = await session.exec(statement, params=ordered)
     return len(inserted.all())

@@ -93,7 +93,7 @@ def test_a_refusal_takes_nothing_from_any_other_limit(with_redis):
                 limit_tokens=50,
                 remaining_tokens=0,
                 reset_tokens_ms=MINUTE,
-            )  # fmt: skip
+            ),
         )
 
     run_with_quota(with_redis, scenario)
@@ -334,7 +334,7 @@ def test_every_key_has_the_layout_version_and_hash_tag_and_vanishes_when_idle(wi
 def test_without_limits_the_store_is_not_asked(tmp_path):
     async def main():
         async with Redis(unix_socket_path=str(tmp_path / "nobody")) as redis:
-            quota = Quota(redis, 1.0)
+            quota = Quota(redis, 0.1)
             free = reservation(1, 10**9, Limits(), Limits())
             assert await quota.reserve(free) == Admitted(Headroom())
             assert await quota.extend(free, 1) is True

@@ -1,0 +1,253 @@
+"""Authentication from memory, and how it follows the database through a real Valkey."""
+
+import asyncio
+import signal
+import time
+
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import event
+from stores import valkey_server
+
+from tenants import keys
+from tenants.database import Database
+from tenants.directory import EPOCH_KEY, Directory, bump_epoch
+from tenants.errors import StoreUnavailable
+from tenants.pricing import default_prices
+from tenants.quota import Limits
+from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
+
+
+class World:
+    """One database, one store, a tenant with a key, and a directory that has started."""
+
+    def __init__(self, database, redis, secrets) -> None:
+        self.database, self.redis, self.secrets = database, redis, secrets
+        self.directory = Directory(database, redis, secrets)
+
+    async def make_key(self, tenant_id: str, **fields) -> keys.Minted:
+        minted = keys.mint("live")
+        digest = keys.digest(minted.text, self.secrets.key_pepper)
+        async with self.database.transaction() as session:
+            await KeyRepository(session).create(tenant_id, minted, digest, **fields)
+        return minted
+
+    async def start(self) -> None:
+        async with self.database.transaction() as session:
+            self.tenant = await TenantRepository(session).create("acme", limits={"tokens_per_minute": 100})
+        self.key = await self.make_key(self.tenant.tenant_id, flow_class="batch")
+        await self.directory.start()
+
+    async def becomes(self, condition) -> None:
+        """Waits for the directory's own polling; the bound is only for a failing test."""
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+def run_world(database_url, valkey, secrets, scenario) -> None:
+    async def main():
+        database = Database(database_url)
+        await database.start()
+        async with Redis.from_url(valkey.url) as redis:
+            await redis.flushall()
+            world = World(database, redis, secrets)
+            await world.start()
+            try:
+                await scenario(world)
+            finally:
+                await world.directory.close()
+                await database.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def in_world(database_url, valkey, secrets):
+    return lambda scenario: run_world(database_url, valkey, secrets, scenario)
+
+
+def test_a_good_key_gives_its_tenant_and_both_sets_of_limits(in_world):
+    async def scenario(world):
+        principal = world.directory.authenticate(world.key.text)
+        assert (principal.tenant_id, principal.tenant_name) == (world.tenant.tenant_id, "acme")
+        assert (principal.key_id, principal.flow_class, principal.max_class) == (
+            world.key.key_id,
+            "batch",
+            "interactive",
+        )
+        assert (principal.limits, principal.key_limits) == (Limits(tokens_per_minute=100), Limits())
+        assert principal.adapter_limits.max_adapter_rank == 64
+
+    in_world(scenario)
+
+
+def test_malformed_unknown_and_almost_right_keys_are_nobody(in_world):
+    async def scenario(world):
+        stolen_id = keys.mint("live").text
+        forged = stolen_id[:8] + world.key.key_id + stolen_id[18:38]
+        forged += keys._checksum(forged)
+        assert keys.parse(forged) == world.key.key_id
+        for text in ("", "tn_live_x", keys.mint("live").text, forged, world.key.text + "0", world.key.text[:-1]):
+            assert world.directory.authenticate(text) is None
+        assert world.directory.authenticate_operator(world.key.text) is None
+
+    in_world(scenario)
+
+
+def test_authentication_asks_no_database_and_costs_one_digest_whoever_calls(in_world, monkeypatch):
+    async def scenario(world):
+        statements, digests = [], []
+        engine = world.database._engine.sync_engine
+        event.listen(engine, "before_cursor_execute", lambda *arguments: statements.append(arguments))
+        real = keys.digest
+        monkeypatch.setattr(keys, "digest", lambda *arguments: digests.append(1) or real(*arguments))
+        for text in (world.key.text, keys.mint("live").text, "garbage"):
+            digests.clear()
+            world.directory.authenticate(text)
+            assert len(digests) == 1
+        assert statements == []
+
+    in_world(scenario)
+
+
+def test_a_new_key_and_changed_limits_are_seen_after_the_epoch_moved(in_world):
+    async def scenario(world):
+        fresh = await world.make_key(world.tenant.tenant_id)
+        async with world.database.transaction() as session:
+            await TenantRepository(session).set_limits(world.tenant.tenant_id, {"tokens_per_minute": 7})
+        assert world.directory.authenticate(fresh.text) is None
+        await bump_epoch(world.redis)
+        await world.becomes(lambda: world.directory.authenticate(fresh.text) is not None)
+        for key in (fresh, world.key):
+            assert world.directory.authenticate(key.text).limits == Limits(tokens_per_minute=7)
+
+    in_world(scenario)
+
+
+def test_a_revoked_key_and_a_suspended_tenant_are_nobody_and_resuming_undoes_only_the_latter(in_world):
+    async def scenario(world):
+        other = await world.make_key(world.tenant.tenant_id)
+        await world.directory.refresh()
+
+        async def change(action):
+            async with world.database.transaction() as session:
+                await action(session)
+            await bump_epoch(world.redis)
+
+        directory = world.directory
+        await change(lambda s: KeyRepository(s).revoke(world.tenant.tenant_id, world.key.key_id))
+        await world.becomes(lambda: directory.authenticate(world.key.text) is None)
+        assert directory.authenticate(other.text) is not None
+        await change(lambda s: TenantRepository(s).set_status(world.tenant.tenant_id, "suspended"))
+        await world.becomes(lambda: directory.authenticate(other.text) is None)
+        await change(lambda s: TenantRepository(s).set_status(world.tenant.tenant_id, "active"))
+        await world.becomes(lambda: directory.authenticate(other.text) is not None)
+        assert directory.authenticate(world.key.text) is None
+
+    in_world(scenario)
+
+
+def test_an_expired_key_is_nobody_from_that_nanosecond_on(in_world, monkeypatch):
+    async def scenario(world):
+        expiry = time.time_ns() + 10**12
+        mortal = await world.make_key(world.tenant.tenant_id, expires_unix_ns=expiry)
+        await world.directory.refresh()
+        monkeypatch.setattr("tenants.directory.time.time_ns", lambda: expiry - 1)
+        assert world.directory.authenticate(mortal.text) is not None
+        monkeypatch.setattr("tenants.directory.time.time_ns", lambda: expiry)
+        assert world.directory.authenticate(mortal.text) is None
+
+    in_world(scenario)
+
+
+def test_an_operators_key_is_known_by_its_scopes_and_can_be_revoked(in_world):
+    async def scenario(world):
+        minted = keys.mint("ops")
+        digest = keys.digest(minted.text, world.secrets.key_pepper)
+        async with world.database.transaction() as session:
+            await KeyRepository(session).create_operator(minted, digest, "root", ["admin", "read"])
+        await world.directory.refresh()
+        operator = world.directory.authenticate_operator(minted.text)
+        assert (operator.name, operator.scopes) == ("root", {"admin", "read"})
+        assert world.directory.authenticate(minted.text) is None
+        async with world.database.transaction() as session:
+            await KeyRepository(session).revoke_operator(minted.key_id)
+        await world.directory.refresh()
+        assert world.directory.authenticate_operator(minted.text) is None
+
+    in_world(scenario)
+
+
+def test_a_store_that_lost_its_data_makes_the_directory_read_again(in_world):
+    async def scenario(world):
+        await bump_epoch(world.redis)
+        fresh = await world.make_key(world.tenant.tenant_id)
+        await world.redis.delete(EPOCH_KEY)
+        await world.becomes(lambda: world.directory.authenticate(fresh.text) is not None)
+
+    in_world(scenario)
+
+
+def test_a_change_made_while_the_clock_was_behind_is_not_missed(in_world, monkeypatch):
+    async def scenario(world):
+        with monkeypatch.context() as patch:
+            patch.setattr("tenants.repositories.time.time_ns", lambda: 1_000)
+            async with world.database.transaction() as session:
+                await KeyRepository(session).revoke(world.tenant.tenant_id, world.key.key_id)
+        await world.directory.refresh()
+        assert world.directory.authenticate(world.key.text) is None
+
+    in_world(scenario)
+
+
+def test_the_rate_card_in_force_is_known_by_time(in_world):
+    async def scenario(world):
+        with pytest.raises(LookupError):
+            world.directory.rate_card(10**18)
+        async with world.database.transaction() as session:
+            first = await RateCardRepository(session).publish(default_prices(), 100, 100)
+            second = await RateCardRepository(session).publish(default_prices(), 200, 150)
+        await world.directory.refresh()
+        assert world.directory.rate_card(199) == first
+        assert world.directory.rate_card(200) == second
+        assert set(world.directory.rate_cards) == {first.rate_card_id, second.rate_card_id}
+
+    in_world(scenario)
+
+
+def test_a_store_that_is_down_keeps_the_snapshot_marks_it_stale_and_is_caught_up_with(database_url, secrets, caplog):
+    with valkey_server() as server:
+
+        async def scenario(world):
+            server.process.send_signal(signal.SIGSTOP)
+            await world.becomes(lambda: world.directory.stale)
+            assert world.directory.authenticate(world.key.text) is not None
+            with pytest.raises(StoreUnavailable):
+                await bump_epoch(world.redis)
+            fresh = await world.make_key(world.tenant.tenant_id)
+            server.process.send_signal(signal.SIGCONT)
+            await world.becomes(lambda: not world.directory.stale)
+            assert world.directory.authenticate(fresh.text) is not None
+            about_it = [record for record in caplog.records if record.name == "tenants.directory"]
+            assert len(about_it) == 2  # one line a change
+
+        run_world(database_url, server, secrets, scenario)
+
+
+def test_it_starts_without_a_store_and_is_stale(database_url, secrets, tmp_path):
+    class NoServer:
+        url = f"unix://{tmp_path / 'nobody'}"
+
+    async def main():
+        database = Database(database_url)
+        await database.start()
+        async with Redis.from_url(NoServer.url) as redis:
+            directory = Directory(database, redis, secrets)
+            await directory.start()
+            assert directory.stale
+            assert directory.authenticate(keys.mint("live").text) is None
+            await directory.close()
+        await database.close()
+
+    asyncio.run(main())
