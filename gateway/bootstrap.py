@@ -2,6 +2,7 @@
 one's own, two demo tenants. Every step finds what an earlier start left and makes only what is absent."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -70,27 +71,38 @@ def migrate(database_url: str) -> None:
 async def prepare(settings: Settings) -> Start:
     """Opens the stores of a migrated home and makes what is absent. Raises BootstrapError."""
     try:
-        context = await open_stores(settings)
         credentials = read_credentials(settings.credentials)
-        await _ensure_rate_card(context.database)
-        await _ensure_operator(context, credentials)
-        if settings.wants_demo:
-            await _ensure_demo_tenants(context, credentials)
-        write_credentials(settings.credentials, credentials)
-        await bump_epoch(context.redis)
+        context = await open_stores(settings)
+        async with contextlib.AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(context.close)
+            await _ensure(settings, context, credentials)
+            on_failure.pop_all()
     except (TenantsError, SQLAlchemyError, OSError) as error:
         raise BootstrapError(f"{settings.home} can't be made ready: {error}") from error
     return Start(context, credentials)
 
 
+async def _ensure(settings: Settings, context: OpsContext, credentials: Credentials) -> None:
+    await _ensure_rate_card(context.database)
+    await _ensure_operator(context, credentials)
+    if settings.wants_demo:
+        await _ensure_demo_tenants(context, credentials)
+    write_credentials(settings.credentials, credentials)
+    await bump_epoch(context.redis)
+
+
 async def open_stores(settings: Settings) -> OpsContext:
     """The supervisor's own connections; its directory follows the epoch."""
     secrets = Secrets.load_or_create(settings.secrets)
-    database = Database(settings.database_url)
-    await database.start()
-    redis = Redis.from_url(settings.redis_url)
-    directory = Directory(database, redis, secrets)
-    await directory.start()
+    async with contextlib.AsyncExitStack() as on_failure:
+        database = Database(settings.database_url)
+        on_failure.push_async_callback(database.close)
+        await database.start()
+        redis = Redis.from_url(settings.redis_url)
+        on_failure.push_async_callback(redis.aclose)
+        directory = Directory(database, redis, secrets)
+        await directory.start()
+        on_failure.pop_all()
     return OpsContext(database, redis, secrets, directory)
 
 

@@ -12,6 +12,7 @@ from litestar import Controller, Request, Router, delete, get, patch, post
 from litestar.connection import ASGIConnection
 from litestar.datastructures import State
 from litestar.handlers import BaseRouteHandler
+from litestar.params import FromPath, JSONBody
 
 from gateway.errors import ApiError, invalid, invalid_key
 from gateway.ledger_view import EntryQuery, entries, entry_body
@@ -79,18 +80,18 @@ class Tenants(Controller):
         return _list([tenant_body(tenant) for tenant in tenants])
 
     @post(guards=[needs("admin")])
-    async def create(self, state: State, data: NewTenant) -> Body:
+    async def create(self, state: State, data: JSONBody[NewTenant]) -> Body:
         async def work(session) -> Tenant:
             return await TenantRepository(session).create(data.name, data.time_zone, data.limits)
 
         return tenant_body(await _change(state, work))
 
     @get("/{tenant_id:str}", guards=[needs("read")])
-    async def show(self, state: State, tenant_id: str) -> Body:
+    async def show(self, state: State, tenant_id: FromPath[str]) -> Body:
         return tenant_body(await _tenant(state, tenant_id))
 
     @patch("/{tenant_id:str}", guards=[needs("admin")])
-    async def change(self, state: State, tenant_id: str, data: TenantChanges) -> Body:
+    async def change(self, state: State, tenant_id: FromPath[str], data: JSONBody[TenantChanges]) -> Body:
         async def work(session) -> Tenant:
             tenants = TenantRepository(session)
             if data.status is not None:
@@ -102,25 +103,25 @@ class Tenants(Controller):
         return tenant_body(await _change(state, work))
 
     @get("/{tenant_id:str}/limits", guards=[needs("read")])
-    async def limits(self, state: State, tenant_id: str) -> Body:
+    async def limits(self, state: State, tenant_id: FromPath[str]) -> Body:
         return _limits(await _tenant(state, tenant_id), TENANT_LIMITS)
 
     @patch("/{tenant_id:str}/limits", guards=[needs("admin")])
-    async def set_limits(self, state: State, tenant_id: str, data: dict[str, Any]) -> Body:
+    async def set_limits(self, state: State, tenant_id: FromPath[str], data: JSONBody[dict[str, Any]]) -> Body:
         async def work(session) -> Tenant:
             return await TenantRepository(session).set_limits(tenant_id, data)
 
         return _limits(await _change(state, work), TENANT_LIMITS)
 
     @get("/{tenant_id:str}/keys", guards=[needs("read")])
-    async def keys(self, state: State, tenant_id: str) -> Body:
+    async def keys(self, state: State, tenant_id: FromPath[str]) -> Body:
         await _tenant(state, tenant_id)
         async with state.ops.database.session() as session:
             found = await KeyRepository(session).list_all(tenant_id)
         return _list([key_body(key) for key in found])
 
     @post("/{tenant_id:str}/keys", guards=[needs("admin")])
-    async def create_key(self, state: State, tenant_id: str, data: NewKey) -> Body:
+    async def create_key(self, state: State, tenant_id: FromPath[str], data: JSONBody[NewKey]) -> Body:
         """The key's text is in this answer and nowhere else."""
         minted = keys.mint("live")
 
@@ -141,12 +142,12 @@ class Keys(Controller):
     path = "/keys/{key_id:str}"
 
     @get(guards=[needs("read")])
-    async def show(self, state: State, key_id: str) -> Body:
+    async def show(self, state: State, key_id: FromPath[str]) -> Body:
         async with state.ops.database.session() as session:
             return key_body(await _key(session, key_id))
 
     @delete(guards=[needs("admin")], status_code=200)
-    async def revoke(self, state: State, key_id: str) -> Body:
+    async def revoke(self, state: State, key_id: FromPath[str]) -> Body:
         async def work(session) -> ApiKey:
             key = await _key(session, key_id)
             return await KeyRepository(session).revoke(key.tenant_id, key_id)
@@ -155,7 +156,7 @@ class Keys(Controller):
         return {"id": key_id, "object": "api_key", "deleted": True}
 
     @post("/rotate", guards=[needs("admin")])
-    async def rotate(self, state: State, key_id: str) -> Body:
+    async def rotate(self, state: State, key_id: FromPath[str]) -> Body:
         """A new key with the old one's name, class, expiry and limits; the old one is revoked with it."""
         minted = keys.mint("live")
         digest = keys.digest(minted.text, state.ops.secrets.key_pepper)
@@ -173,12 +174,12 @@ class Keys(Controller):
         return key_body(await _change(state, work)) | {"api_key": minted.text}
 
     @get("/limits", guards=[needs("read")])
-    async def limits(self, state: State, key_id: str) -> Body:
+    async def limits(self, state: State, key_id: FromPath[str]) -> Body:
         async with state.ops.database.session() as session:
             return _limits(await _key(session, key_id), KEY_LIMITS)
 
     @patch("/limits", guards=[needs("admin")])
-    async def set_limits(self, state: State, key_id: str, data: dict[str, Any]) -> Body:
+    async def set_limits(self, state: State, key_id: FromPath[str], data: JSONBody[dict[str, Any]]) -> Body:
         async def work(session) -> ApiKey:
             key = await _key(session, key_id)
             return await KeyRepository(session).set_limits(key.tenant_id, key_id, data)

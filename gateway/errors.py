@@ -1,0 +1,138 @@
+"""The one table from what went wrong to what the caller sees: status, type, code, headers.
+
+Everything that refuses or ends a request raises ``ApiError`` with a code of ``TABLE``; nothing else builds an
+error body. Bodies are OpenAI's: ``{"error": {"message", "type", "param", "code"}}``.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of failure. ``retry_ms``: what Retry-After says unless the error knows better; None = no header.
+    ``final``: waiting does not help, so stock clients are told not to try again."""
+
+    status: int
+    type: str
+    retry_ms: int | None = None
+    final: bool = False
+
+
+TABLE: dict[str | None, Row] = {
+    None: Row(400, INVALID),
+    "invalid_json": Row(400, INVALID),
+    "context_length_exceeded": Row(400, INVALID),
+    "unsupported_parameter": Row(400, INVALID),
+    "invalid_api_key": Row(401, "authentication_error"),
+    "insufficient_scope": Row(403, "permission_error"),
+    "model_not_found": Row(404, INVALID),
+    "not_found": Row(404, INVALID),
+    "method_not_allowed": Row(405, INVALID),
+    "version_conflict": Row(409, "conflict_error", final=True),
+    "name_taken": Row(409, "conflict_error", final=True),
+    "adapter_corrupt": Row(409, "conflict_error", final=True),
+    "adapter_unavailable": Row(409, "conflict_error", final=True),
+    "limit_reached": Row(409, "conflict_error", final=True),
+    "payload_too_large": Row(413, INVALID),
+    "unsupported_media_type": Row(415, INVALID),
+    "invalid_adapter": Row(422, INVALID),
+    "rate_limit_exceeded": Row(429, "rate_limit_error"),
+    "internal": Row(500, SERVER),
+    "engine_lost": Row(503, SERVER, retry_ms=1000),
+    "overloaded": Row(503, SERVER, retry_ms=1000),
+    "draining": Row(503, SERVER, retry_ms=1000),
+    "store_unavailable": Row(503, SERVER, retry_ms=1000),
+    "billing_unavailable": Row(503, SERVER, retry_ms=2000),
+    "storage_full": Row(507, SERVER),
+}
+
+# what an engine says of a request that it refuses or ends → our code
+ENGINE_CODES: dict[str, str | None] = {
+    "busy": "overloaded",
+    "draining": "draining",
+    "too_long": "context_length_exceeded",
+    "invalid": None,
+    "adapter_corrupt": "adapter_corrupt",
+    "adapter_unavailable": "adapter_unavailable",
+    "invalid_adapter": "invalid_adapter",
+}
+
+
+@dataclass(slots=True)
+class ApiError(Exception):
+    """A failure that the caller is told of. Raises KeyError for a code without a row: our bug."""
+
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_ms: int | None = None
+    final: bool = False
+    reasons: tuple[str, ...] = ()
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Exception.__init__(self, self.message)
+        assert self.code in TABLE, self.code
+
+    @property
+    def status(self) -> int:
+        return TABLE[self.code].status
+
+    def body(self) -> dict[str, Any]:
+        """The error object as OpenAI shapes it; ``reasons`` only where there are several."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": TABLE[self.code].type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.reasons:
+            error["reasons"] = list(self.reasons)
+        return {"error": error}
+
+    def response_headers(self) -> dict[str, str]:
+        """Retry-After when waiting helps, ``x-should-retry: false`` when it does not."""
+        row = TABLE[self.code]
+        headers = dict(self.headers)
+        wait_ms = self.retry_ms if self.retry_ms is not None else row.retry_ms
+        if self.final or row.final:
+            headers["x-should-retry"] = "false"
+        elif wait_ms is not None:
+            headers["retry-after"] = str(max(1, -(-wait_ms // 1000)))
+            headers["retry-after-ms"] = str(max(1, wait_ms))
+        return headers
+
+
+def sse_error(error: ApiError) -> bytes:
+    """The event that ends a broken stream; no [DONE] follows it."""
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(message, code=code, param=param)
+
+
+def invalid_key() -> ApiError:
+    """401: the same for absent, malformed, unknown, revoked, expired and suspended."""
+    return ApiError("Incorrect API key provided, or none at all.", code="invalid_api_key")
+
+
+def model_not_found(model: str) -> ApiError:
+    """404: the same for a name that nobody has and for another tenant's."""
+    return ApiError(
+        f"The model `{model}` does not exist or you do not have access to it.", code="model_not_found", param="model"
+    )
+
+
+def from_engine(code: str, message: str) -> ApiError:
+    """What the engine said, as the caller sees it. An unknown code is ours to answer for: 500, without details."""
+    if code not in ENGINE_CODES:
+        return ApiError("The engine could not finish this request.", code="internal")
+    return ApiError(message or code, code=ENGINE_CODES[code])

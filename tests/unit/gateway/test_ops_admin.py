@@ -1,0 +1,279 @@
+"""The ops API over SQLite and Valkey, spoken to over HTTP: scopes, tenants, limits, keys, ledger, health."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tenants import keys
+from tenants.repositories import KeyRepository
+from tenants.tables import LedgerEntry
+from tests.ops_server import OpsServer, ops_server_in_thread
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpsServer]:
+    with ops_server_in_thread(tmp_path_factory.mktemp("home"), "--demo") as server:
+        yield server
+
+
+@pytest.fixture
+def ops(server: OpsServer) -> Iterator[httpx.Client]:
+    with client_of(server, server.credentials.operator_key) as client:
+        yield client
+
+
+def client_of(server: OpsServer, key: str) -> httpx.Client:
+    return httpx.Client(base_url=f"{server.url}/admin/v1", headers={"authorization": f"Bearer {key}"})
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
+    body = answer.json()["error"]
+    assert set(body) >= {"message", "type", "param", "code"}
+    return answer.status_code, body["code"], body["param"]
+
+
+def eventually(check) -> None:
+    deadline = time.monotonic() + 5
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def make_operator(server: OpsServer, *scopes: str) -> str:
+    """Another operator's key, as its owner holds it."""
+
+    async def work() -> str:
+        from tenants.database import Database
+
+        database = Database(server.settings.database_url)
+        await database.start()
+        minted = keys.mint("ops")
+        async with database.transaction() as session:
+            digest = keys.digest(minted.text, server.context.secrets.key_pepper)
+            await KeyRepository(session).create_operator(minted, digest, "another", list(scopes))
+        await database.close()
+        return minted.text
+
+    return asyncio.run(work())
+
+
+# ── who may ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer nonsense", "Bearer tn_ops_" + "0" * 36, "Basic x"])
+def test_without_an_operator_key_nothing_is_told(server: OpsServer, key: str) -> None:
+    answer = httpx.get(f"{server.url}/admin/v1/tenants", headers={"authorization": key})
+    assert error_of(answer) == (401, "invalid_api_key", None)
+
+
+def test_a_tenants_key_opens_nothing_here(server: OpsServer) -> None:
+    with client_of(server, server.credentials.tenants["acme"].api_key) as client:
+        assert error_of(client.get("/tenants"))[0] == 401
+
+
+def test_a_key_does_what_its_scopes_name_and_no_more(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = server.credentials.tenants["acme"].tenant_id
+    reader, biller = make_operator(server, "read"), make_operator(server, "billing")
+    ops.patch(f"/tenants/{tenant_id}", json={"time_zone": "UTC"})  # a change: the epoch tells of the new keys too
+
+    with client_of(server, reader) as client:
+        eventually(lambda: client.get("/tenants").status_code == 200)
+        assert error_of(client.post("/tenants", json={"name": "x"})) == (403, "insufficient_scope", None)
+        assert error_of(client.get("/rate-cards"))[0] == 403
+    with client_of(server, biller) as client:
+        assert client.get("/rate-cards").status_code == 200
+        assert client.get("/ledger", params={"tenant_id": tenant_id}).status_code == 200
+        assert error_of(client.get("/tenants"))[0] == 403
+
+
+# ── tenants and limits ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tenant_is_made_listed_and_shown(ops: httpx.Client) -> None:
+    made = ops.post("/tenants", json={"name": "globex", "time_zone": "Asia/Kolkata", "limits": {"weight": 3}})
+    assert made.status_code == 201
+    tenant = made.json()
+    assert tenant["id"].startswith("ten_")
+    assert (tenant["status"], tenant["time_zone"], tenant["limits"]["weight"]) == ("active", "Asia/Kolkata", 3)
+    assert tenant["limits"]["requests_per_minute"] is None
+    assert ops.get(f"/tenants/{tenant['id']}").json() == tenant
+    assert tenant in ops.get("/tenants").json()["data"]
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"name": "acme"}, (409, "name_taken", "name")),
+        ({"name": ""}, (400, None, "name")),
+        ({"name": "n", "time_zone": "Mars/Olympus"}, (400, None, "time_zone")),
+        ({"name": "n", "limits": {"weight": 0}}, (400, None, "weight")),
+        ({"name": "n", "limits": {"unheard_of": 1}}, (400, None, "unheard_of")),
+        ({"name": 5}, (400, None, None)),
+        ({"name": "n", "colour": "red"}, (400, None, None)),
+        ({}, (400, None, None)),
+    ],
+)
+def test_a_tenant_that_cannot_be_is_refused_by_name(ops: httpx.Client, body: dict, wanted: tuple) -> None:
+    assert error_of(ops.post("/tenants", json=body)) == wanted
+
+
+def test_a_body_that_is_no_json_is_a_400(ops: httpx.Client) -> None:
+    for content in (b"{", b"\xff\xfe", b"[1]", b""):
+        answer = ops.post("/tenants", content=content, headers={"content-type": "application/json"})
+        assert error_of(answer)[0] == 400
+
+
+def test_limits_change_one_by_one_and_null_takes_one_away(ops: httpx.Client) -> None:
+    tenant_id = ops.post("/tenants", json={"name": "limits"}).json()["id"]
+
+    ops.patch(f"/tenants/{tenant_id}/limits", json={"requests_per_minute": 60, "concurrent_requests": 2})
+    answer = ops.patch(f"/tenants/{tenant_id}/limits", json={"requests_per_minute": None, "max_class": "batch"})
+
+    limits = answer.json()
+    assert (limits["requests_per_minute"], limits["concurrent_requests"], limits["max_class"]) == (None, 2, "batch")
+    assert ops.get(f"/tenants/{tenant_id}/limits").json() == limits
+
+
+def test_a_limit_that_cannot_be_changes_nothing(ops: httpx.Client) -> None:
+    tenant_id = ops.post("/tenants", json={"name": "unchanged"}).json()["id"]
+    before = ops.get(f"/tenants/{tenant_id}/limits").json()
+    for changes in ({"requests_per_minute": -1}, {"weight": None}, {"weight": 5, "max_class": "vip"}, {"x": 1}):
+        assert error_of(ops.patch(f"/tenants/{tenant_id}/limits", json=changes))[0] == 400
+    assert ops.get(f"/tenants/{tenant_id}/limits").json() == before
+
+
+def test_a_suspended_tenants_keys_are_refused_within_a_second(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = ops.post("/tenants", json={"name": "suspended"}).json()["id"]
+    key = ops.post(f"/tenants/{tenant_id}/keys", json={}).json()["api_key"]
+    eventually(lambda: server.context.directory.authenticate(key))
+
+    ops.patch(f"/tenants/{tenant_id}", json={"status": "suspended"})
+    eventually(lambda: server.context.directory.authenticate(key) is None)
+
+    ops.patch(f"/tenants/{tenant_id}", json={"status": "active"})
+    eventually(lambda: server.context.directory.authenticate(key))
+
+
+def test_what_is_not_there_is_not_found(ops: httpx.Client) -> None:
+    for path in ("/tenants/ten_0", "/tenants/ten_0/limits", "/tenants/ten_0/keys", "/keys/absent", "/keys/x/limits"):
+        assert error_of(ops.get(path)) == (404, "not_found", None)
+    assert error_of(ops.delete("/keys/absent"))[0] == 404
+    assert error_of(ops.get("/nowhere"))[0] == 404
+    assert error_of(ops.put("/tenants", json={}))[0] == 405
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_is_shown_once(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = server.credentials.tenants["acme"].tenant_id
+    made = ops.post(f"/tenants/{tenant_id}/keys", json={"name": "ci", "class": "batch", "expires_at": 4_000_000_000})
+    assert made.status_code == 201
+    key = made.json()
+    text = key.pop("api_key")
+
+    assert text.startswith("tn_live_")
+    assert (key["name"], key["class"], key["last4"], key["expires_at"]) == ("ci", "batch", text[-4:], 4_000_000_000)
+    listed = ops.get(f"/tenants/{tenant_id}/keys")
+    assert key in listed.json()["data"]
+    assert text not in listed.text
+    eventually(lambda: server.context.directory.authenticate(text))
+
+
+def test_a_revoked_key_is_refused_within_a_second(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = server.credentials.tenants["acme"].tenant_id
+    key = ops.post(f"/tenants/{tenant_id}/keys", json={}).json()
+    eventually(lambda: server.context.directory.authenticate(key["api_key"]))
+
+    gone = ops.delete(f"/keys/{key['id']}")
+
+    assert (gone.status_code, gone.json()) == (200, {"id": key["id"], "object": "api_key", "deleted": True})
+    eventually(lambda: server.context.directory.authenticate(key["api_key"]) is None)
+    assert ops.get(f"/keys/{key['id']}").json()["revoked_at"] is not None
+
+
+def test_a_rotated_key_keeps_its_limits_and_class(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = server.credentials.tenants["acme"].tenant_id
+    old = ops.post(f"/tenants/{tenant_id}/keys", json={"name": "ci", "class": "interactive"}).json()
+    limits = ops.patch(f"/keys/{old['id']}/limits", json={"tokens_per_minute": 1000}).json()
+
+    rotated = ops.post(f"/keys/{old['id']}/rotate")
+
+    assert rotated.status_code == 201
+    new = rotated.json()
+    assert (new["name"], new["class"], new["limits"]) == ("ci", "interactive", limits)
+    assert new["api_key"] != old["api_key"]
+    eventually(lambda: server.context.directory.authenticate(new["api_key"]))
+    assert server.context.directory.authenticate(old["api_key"]) is None
+    principal = server.context.directory.authenticate(new["api_key"])
+    assert principal
+    assert principal.key_limits.tokens_per_minute == 1000
+    assert error_of(ops.post(f"/keys/{old['id']}/rotate"))[0] == 400
+
+
+# ── money, machines, health ──────────────────────────────────────────────────────────────────────
+
+
+def test_the_ledger_shows_one_tenants_entries_newest_first(server: OpsServer, ops: httpx.Client) -> None:
+    from tenants.database import Database
+
+    mine, other = (server.credentials.tenants[name].tenant_id for name in ("acme", "blackbeard"))
+
+    async def book() -> None:
+        database = Database(server.settings.database_url)
+        await database.start()
+        async with database.transaction() as session:
+            for number in range(5):
+                session.add(entry(f"e{number}", mine, number))
+            session.add(entry("e9", other, 9))
+        await database.close()
+
+    def entry(entry_id: str, tenant_id: str, second: int) -> LedgerEntry:
+        names = {"key_id": "k", "model": "m", "base_model": "m", "flow_class": "standard", "rate_card_id": "rc"}
+        money = {"quantity": 2, "unit_price_picousd": 50_000, "amount_picousd": 100_000}
+        when = {"request_id": f"r{second}", "occurred_unix_ns": (1000 + second) * 10**9}
+        return LedgerEntry(entry_id=entry_id, tenant_id=tenant_id, meter="output_tokens", **names, **money, **when)
+
+    asyncio.run(book())
+
+    def ids(**query) -> list[str]:
+        return [row["id"] for row in ops.get("/ledger", params={"tenant_id": mine} | query).json()["data"]]
+
+    assert ids() == ["e4", "e3", "e2", "e1", "e0"]
+    assert ids(start_time=1001, end_time=1003) == ["e2", "e1"]
+    assert ids(request_id="r3") == ["e3"]
+    assert ids(limit=2, offset=1) == ["e3", "e2"]
+    assert ids(meter="requests") == []
+    assert ops.get("/ledger", params={"tenant_id": mine, "limit": 2}).json()["has_more"] is True
+    assert ops.get("/ledger", params={"tenant_id": mine, "limit": 5}).json()["has_more"] is False
+    for bad in ({}, {"tenant_id": mine, "limit": 0}, {"tenant_id": mine, "colour": "red"}):
+        assert error_of(ops.get("/ledger", params=bad))[0] == 400
+    assert error_of(ops.get("/ledger", params={"tenant_id": "ten_0"}))[0] == 404
+
+
+def test_the_default_prices_are_not_zero(ops: httpx.Client) -> None:
+    (card,) = ops.get("/rate-cards").json()["data"]
+    assert card["version"] == 1
+    assert {item["meter"] for item in card["items"]} >= {"input_uncached_tokens", "output_tokens"}
+    assert all(item["price_picousd"] > 0 for item in card["items"])
+
+
+def test_without_engines_it_is_healthy_and_not_ready(server: OpsServer, ops: httpx.Client) -> None:
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+    ready = httpx.get(f"{server.url}/readyz")
+    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    assert "no engine" in ready.json()["reasons"]
+    assert ops.get("/engines").json() == {"object": "list", "data": []}
+    assert ops.get("/models").json() == {"object": "list", "data": []}
+
+
+def test_no_answer_or_file_holds_a_secret(server: OpsServer, ops: httpx.Client) -> None:
+    for path in ("/tenants", f"/tenants/{server.credentials.tenants['acme'].tenant_id}/keys", "/rate-cards"):
+        text = ops.get(path).text
+        assert "digest" not in text
+        assert server.credentials.operator_key not in text
+    database = (server.home / "tenora.db").read_bytes() + (server.home / "tenora.db-wal").read_bytes()
+    assert server.credentials.operator_key.encode() not in database

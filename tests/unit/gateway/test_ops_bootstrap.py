@@ -1,0 +1,134 @@
+"""First and later starts of a home: what is made once, kept for ever, and never shown to others."""
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+
+from gateway import bootstrap
+from gateway.settings import Settings
+from tenants import keys
+from tenants.repositories import KeyRepository, TenantRepository
+from tests.ops_server import settings_of
+from tests.stores import valkey_server
+
+
+def start(settings: Settings) -> bootstrap.Credentials:
+    """What a start does before the first child serves."""
+
+    async def main() -> bootstrap.Credentials:
+        started = await bootstrap.prepare(settings)
+        await started.context.close()
+        return started.credentials
+
+    settings.home.mkdir(parents=True, exist_ok=True)
+    bootstrap.migrate(settings.database_url)
+    return asyncio.run(main())
+
+
+def in_context(settings: Settings, work):
+    async def main():
+        context = await bootstrap.open_stores(settings)
+        try:
+            return await work(context)
+        finally:
+            await context.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def settings(tmp_path: Path):
+    with valkey_server() as store:
+        yield settings_of(tmp_path / "home", store.url, "--demo")
+
+
+def test_a_second_start_keeps_every_key(settings: Settings) -> None:
+    first = start(settings)
+    second = start(settings)
+    assert second == first
+    assert set(first.tenants) == {"acme", "blackbeard"}
+    assert first.operator_key.startswith("tn_ops_")
+
+
+def test_credentials_and_secrets_are_for_their_owner_only(settings: Settings) -> None:
+    start(settings)
+    for path in (settings.credentials, settings.secrets):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert bootstrap.read_credentials(settings.credentials).operator_key
+
+
+def test_demo_keys_end_after_a_week_and_a_later_start_makes_new_ones(settings: Settings) -> None:
+    first = start(settings)
+    acme = first.tenants["acme"]
+
+    async def expiry(context) -> int | None:
+        async with context.database.transaction() as session:
+            key = await KeyRepository(session).get(acme.tenant_id, keys.parse(acme.api_key) or "")
+            assert key
+            lifetime_ns = (key.expires_unix_ns or 0) - key.created_unix_ns
+            key.expires_unix_ns = 1  # long ago
+            session.add(key)
+            return lifetime_ns
+
+    assert round((in_context(settings, expiry) or 0) / 86_400e9, 3) == 7
+
+    second = start(settings)
+
+    assert second.tenants["acme"].tenant_id == acme.tenant_id
+    assert second.tenants["acme"].api_key != acme.api_key
+    assert second.tenants["blackbeard"] == first.tenants["blackbeard"]
+
+
+def test_another_tenant_of_that_name_is_left_alone(settings: Settings) -> None:
+    settings.home.mkdir(parents=True)
+    bootstrap.migrate(settings.database_url)
+
+    async def make(context) -> str:
+        async with context.database.transaction() as session:
+            return (await TenantRepository(session).create("acme")).tenant_id
+
+    tenant_id = in_context(settings, make)
+
+    credentials = start(settings)
+
+    async def its_keys(context) -> list:
+        async with context.database.session() as session:
+            return await KeyRepository(session).list_all(tenant_id)
+
+    assert set(credentials.tenants) == {"blackbeard"}
+    assert in_context(settings, its_keys) == []
+
+
+def test_where_others_can_reach_it_there_is_no_demo(tmp_path: Path) -> None:
+    with valkey_server() as store:
+        credentials = start(settings_of(tmp_path, store.url, "--host", "0.0.0.0"))
+    assert credentials.tenants == {}
+    assert credentials.operator_key
+
+
+def test_a_lost_database_gets_keys_of_its_own(settings: Settings) -> None:
+    first = start(settings)
+    for path in settings.home.glob("tenora.db*"):
+        path.unlink()
+
+    second = start(settings)
+
+    assert second.operator_key != first.operator_key
+    assert second.tenants["acme"].tenant_id != first.tenants["acme"].tenant_id
+
+
+def test_a_broken_credentials_file_is_not_overwritten(settings: Settings) -> None:
+    start(settings)
+    settings.credentials.write_text("not JSON")
+    with pytest.raises(bootstrap.BootstrapError, match="move it away"):
+        start(settings)
+    assert settings.credentials.read_text() == "not JSON"
+
+
+def test_secrets_that_others_can_read_stop_the_start(settings: Settings) -> None:
+    start(settings)
+    settings.secrets.chmod(0o644)
+    with pytest.raises(bootstrap.BootstrapError, match="chmod 600"):
+        start(settings)

@@ -1,0 +1,129 @@
+"""The `tenora` command, run as a program, against a real ops API."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from gateway.cli import main
+from tests.ops_server import OpsServer, ops_server_in_thread
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpsServer]:
+    with ops_server_in_thread(tmp_path_factory.mktemp("home"), "--no-demo") as server:
+        yield server
+
+
+def tenora(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TENORA_")}
+    command = [sys.executable, "-m", "gateway.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=False)
+
+
+def ask(server: OpsServer, *arguments: str) -> dict:
+    """A command's --json; it must succeed."""
+    done = tenora(*arguments, "--json", "--home", str(server.home), "--ops-url", server.url)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_a_tenant_and_its_keys_from_birth_to_suspension(server: OpsServer) -> None:
+    tenant = ask(server, "tenant", "create", "globex")
+    assert tenant["name"] == "globex"
+
+    changed = ask(
+        server, "tenant", "set", "globex", "requests_per_minute=60", "max_class=batch", "time_zone=Asia/Tokyo"
+    )
+    assert (changed["limits"]["requests_per_minute"], changed["limits"]["max_class"]) == (60, "batch")
+    assert changed["time_zone"] == "Asia/Tokyo"
+    assert (
+        ask(server, "tenant", "set", tenant["id"], "requests_per_minute=none")["limits"]["requests_per_minute"] is None
+    )
+
+    key = ask(server, "key", "create", "globex", "--name", "ci")
+    new = ask(server, "key", "rotate", key["id"])
+    assert ask(server, "key", "revoke", new["id"])["deleted"] is True
+    states = {found["id"]: found["revoked_at"] is None for found in ask(server, "key", "list", "globex")["data"]}
+    assert states == {key["id"]: False, new["id"]: False}
+
+    assert ask(server, "tenant", "suspend", "globex")["status"] == "suspended"
+    assert ask(server, "tenant", "show", "globex")["status"] == "suspended"
+
+
+def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> None:
+    done = tenora("tenant", "list", TENORA_HOME=str(server.home), TENORA_OPS_URL=server.url)
+    assert done.returncode == 0
+    assert done.stdout.split()[:2] == ["ID", "NAME"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tenant", "create", "globex two", "--time-zone", "Mars/Olympus"], "time zone"),
+        (["tenant", "show", "nobody"], "tenora tenant list"),
+        (["key", "revoke", "absent"], "no key absent"),
+        (["tenant", "set", "x", "requests_per_minute"], "FIELD=VALUE"),
+        (["tenant", "list", "--operator-key", "tn_ops_wrong"], "key"),
+        (["tenant", "list", "--ops-url", "http://127.0.0.1:9"], "tenora serve"),
+        (["tenant", "list", "--home", "/nonexistent"], "--home"),
+    ],
+)
+def test_a_failure_is_one_line_that_says_what_to_do(server: OpsServer, arguments: list[str], says: str) -> None:
+    where = ["--home", str(server.home), "--ops-url", server.url]
+    done = tenora(*arguments, *(where if not {"--home", "--ops-url"} & set(arguments) else []))
+    if "--ops-url" in arguments:
+        done = tenora(*arguments, "--home", str(server.home))
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("tenora: ")
+    assert says in done.stderr
+
+
+def test_migrate_upgrades_checks_and_downgrades(tmp_path: Path) -> None:
+    home = ["--home", str(tmp_path)]
+    assert tenora("migrate", "check", *home).returncode == 1
+    assert tenora("migrate", "upgrade", *home).returncode == 0
+    assert tenora("migrate", "check", *home, "--json").stdout
+    assert tenora("migrate", "downgrade", *home).returncode == 0
+    failed = tenora("migrate", "check", *home)
+    assert (failed.returncode, failed.stderr.count("\n")) == (1, 1)
+
+
+def commands(group: click.Command, *names: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield names, group
+    if isinstance(group, click.Group):
+        for name, command in group.commands.items():
+            yield from commands(command, *names, name)
+
+
+def test_every_command_has_help_and_json() -> None:
+    for names, command in commands(main):
+        if names == ("engine",):  # has its own
+            continue
+        assert command.help, names
+        if not isinstance(command, click.Group) and names != ("serve",):
+            assert "as_json" in {parameter.name for parameter in command.params}, names
+
+
+def test_serve_on_a_port_that_is_taken_says_so(tmp_path: Path, server: OpsServer) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    port = server.url.rpartition(":")[2]
+    done = tenora("serve", "--home", str(tmp_path), "--model", str(model), "--port", port)
+    assert done.returncode == 1
+    assert "--port" in done.stderr.splitlines()[-1]
+
+
+def test_serve_without_its_model_says_what_a_model_is(tmp_path: Path) -> None:
+    done = tenora("serve", "--home", str(tmp_path), "--model", "x=/absent", "--port", "0", "--ops-port", "0")
+    assert done.returncode == 1
+    assert "config.json" in done.stderr.splitlines()[-1]
