@@ -56,9 +56,7 @@ class Served:
         return self.credentials["tenants"][tenant]["tenant_id"]
 
     def client(self, tenant: str = "acme", **options) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=self.url, api_key=self.api_key(tenant), max_retries=0, timeout=120, **options
-        )
+        return openai.OpenAI(base_url=self.url, api_key=self.api_key(tenant), max_retries=0, timeout=120, **options)
 
     def http(self, key: str | None = None) -> httpx.Client:
         """The public port, spoken to without a client library in between."""

@@ -112,7 +112,7 @@ def test_unknown_and_foreign_models_are_the_same_404(tiny: Served, key: str):
     assert answers[0].json()["error"]["code"] == "model_not_found"
     assert listed == {"tiny"}
     assert shown[0].status_code == 404
-    assert shown[0].text.replace('A', "X") == shown[1].text.replace('Q', "X").replace('A', "X")
+    assert shown[0].text.replace("A", "X") == shown[1].text.replace("Q", "X").replace("A", "X")
 
 
 def test_an_upload_named_like_a_served_model_is_409(tiny: Served, key: str, tmp_path: Path):
@@ -133,7 +133,9 @@ def test_same_name_new_weights_is_the_next_version_with_a_cold_cache(tiny: Serve
     def cached(http: httpx.Client) -> tuple[int, float]:
         body = {"model": "x", "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 0}
         answer = http.post("/completions", json=body).json()
-        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["logprobs"]["token_logprobs"][0]
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["logprobs"][
+            "token_logprobs"
+        ][0]
 
     with tiny.http(key) as http:
         assert upload(http, "x", write_peft_dir(tmp_path / "1", ADAPTERS["A"])).json()["version"] == 1

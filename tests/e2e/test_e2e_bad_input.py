@@ -3,7 +3,6 @@
 import concurrent.futures
 import json
 
-import httpx
 import pytest
 
 from tests.served import Served
@@ -162,7 +161,9 @@ def test_neighbours_of_bad_requests_are_byte_identical(tiny: Served):
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"])
 def test_a_wrong_method_is_405_or_404_in_our_error_shape(tiny: Served, method: str):
-    answer = httpx.request(method, f"{tiny.url}/completions", headers={"authorization": f"Bearer {tiny.api_key('acme')}"})
+    answer = httpx.request(
+        method, f"{tiny.url}/completions", headers={"authorization": f"Bearer {tiny.api_key('acme')}"}
+    )
 
     assert answer.status_code in (404, 405)
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

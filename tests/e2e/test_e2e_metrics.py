@@ -98,6 +98,7 @@ def test_the_names_of_the_interface_are_served(served: Served, name: str):
 
 def test_a_killed_gateway_takes_nothing_out_of_the_sum(served: Served):
     """Case 24 on the real product: counters never fall and count nothing twice, over a kill and a restart."""
+
     def requests_total() -> float:
         return served.metric("tenora_requests_total")
 

@@ -127,7 +127,12 @@ def test_completion_logprobs_have_the_four_arrays(smollm: Served):
     )
     logprobs = answer.choices[0].logprobs
 
-    lengths = {len(logprobs.tokens), len(logprobs.token_logprobs), len(logprobs.top_logprobs), len(logprobs.text_offset)}
+    lengths = {
+        len(logprobs.tokens),
+        len(logprobs.token_logprobs),
+        len(logprobs.top_logprobs),
+        len(logprobs.text_offset),
+    }
     assert lengths == {answer.usage.completion_tokens}
     assert "".join(logprobs.tokens) == answer.choices[0].text
 

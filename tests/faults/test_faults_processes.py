@@ -93,7 +93,9 @@ def test_a_gateway_killed_mid_stream_loses_its_streams_once_and_unbilled(served:
     texts = streams.results()
 
     assert all("[DONE]" not in text for text in texts)
-    eventually(lambda: len(served.gateways()) == 2 and not {g.pid for g in gateways} & {g.pid for g in served.gateways()})
+    eventually(
+        lambda: len(served.gateways()) == 2 and not {g.pid for g in gateways} & {g.pid for g in served.gateways()}
+    )
     rows = eventually(lambda: len(found := lost_rows(served, "gk")) == 8 and found, 20)
     assert {(outcome, price) for _, outcome, price, _ in rows} == {(0, 0)}
     assert len({label for label, *_ in rows}) == 8
