@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from engine import wire
 
@@ -114,9 +114,8 @@ class Connection(asyncio.Protocol):
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=RESUME_SENDING_BELOW_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport.set_write_buffer_limits(high=RESUME_SENDING_BELOW_BYTES)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import struct
-from typing import Protocol
+from typing import Protocol, cast
 
 from engine import wire
 
@@ -47,12 +47,11 @@ class Connection(asyncio.Protocol):
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        uid = peer_uid(transport.get_extra_info("socket"))
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        uid = peer_uid(self._transport.get_extra_info("socket"))
         if uid != os.getuid():
             logger.warning("refused a connection of user %d", uid)
-            transport.abort()
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

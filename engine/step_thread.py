@@ -47,6 +47,7 @@ class StepThread:
         self._inbox: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._idling = False
         self._rejected: list[wire.Rejected] = []
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
@@ -69,8 +70,15 @@ class StepThread:
         self.post(self._add, submit)
 
     def stats(self, reply: Callable[[list[wire.Family]], None]) -> None:
-        """Calls ``reply`` on the loop with the engine's families as they are between two steps."""
-        self.post(lambda: self._on_loop(reply, self._engine.stats.families()))
+        """Calls ``reply`` on the loop with the engine's families. From the loop only.
+
+        A step may take longer than a scrape waits, so that they are read beside it; an idle thread is asked,
+        for its idle time counts until now.
+        """
+        if self._idling:
+            self.post(lambda: self._on_loop(reply, self._engine.stats.families()))
+        else:
+            reply(self._engine.stats.families())
 
     def _add(self, submit: wire.Submit) -> None:
         try:
@@ -103,8 +111,12 @@ class StepThread:
         return result is not None and result.stats.num_tokens > 0
 
     def _idle(self) -> None:
+        if self._stopping:  # its wake may have been taken for a command's
+            return
         started_ns = time.monotonic_ns()
+        self._idling = True
         self._wake.wait(IDLE_WITH_WORK_S if self._engine.has_work else None)
+        self._idling = False
         self._engine.stats.idle(time.monotonic_ns() - started_ns)
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:

@@ -123,6 +123,19 @@ def test_what_cannot_be_had_ends_its_requests_with_a_code_and_leaves_others_alon
     assert [path.suffix for path in (tmp_path / "adapters").iterdir()] == [".tnr"]
 
 
+def test_an_adapter_that_does_not_fit_the_slots_fails_its_requests_only(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1, rank=9))})  # slots take 8
+
+    async def main():
+        async with live_server(tmp_path) as server, live_client(tmp_path, adapter_source=store.find) as client:
+            _, finished = await collect(client.submit(with_adapter("r1")))
+            assert finished.error_code == "invalid_adapter"
+            assert not server.broken.done()
+            assert len((await collect(client.submit(submit("other"))))[0]) == 8
+
+    asyncio.run(main())
+
+
 def test_when_the_asked_gateway_goes_away_the_next_that_waits_is_asked(tmp_path):
     store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
     asked = asyncio.Event()

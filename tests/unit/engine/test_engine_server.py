@@ -415,7 +415,7 @@ def test_an_observer_sees_stats_and_may_do_nothing_else(tmp_path):
             families = {family.name: family for family in await observer.stats(PATIENCE_S)}
             assert families["tenora_engine_open_requests"].samples == [("", {}, 1.0)]
             assert families["tenora_engine_gateways"].samples == [("", {}, 1.0)]
-            accounts = {labels.get("account") for _, labels, _ in families["tenora_gpu_seconds_total"].samples}
+            accounts = {labels.get("account") for _, labels, _ in families["tenora_gpu_seconds"].samples}
             assert "idle" in accounts
             with pytest.raises(EngineLost):
                 await collect(observer.submit(submit("r2")))
