@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 import migrations
 from gateway.client import Api, ApiFailed, adapter_files
 from gateway.ops_app import OpsContext
-from gateway.settings import DEFAULT_MODEL, Settings, parse_model
+from gateway.settings import DEFAULT_MODEL, CannotStart, Settings, parse_model
 from tenants import keys
 from tenants.database import Database
 from tenants.directory import Directory, bump_epoch
@@ -35,7 +35,7 @@ _DAY_NS = 86_400 * 10**9
 _DEMO = Path(__file__).parent / "demo"
 
 
-class BootstrapError(Exception):
+class BootstrapError(CannotStart):
     """The home can't be made ready; the message says what to do."""
 
 

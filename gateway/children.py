@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gateway.settings import CannotStart
+
 log = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.05
@@ -21,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-class ChildFailed(Exception):
+class ChildFailed(CannotStart):
     """A child ended before it was ever ready: no restart would help."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from gateway.client import Answer, Api, ApiFailed, adapter_files
-from gateway.settings import Settings, serve_options
+from gateway.settings import CannotStart, Settings, serve_options
 
 
 class Failed(click.ClickException):
@@ -116,13 +116,13 @@ def main() -> None:
 @main.command("serve", params=list(serve_options()))
 def serve(**options: Any) -> None:
     """Start everything on this machine; SIGTERM or Ctrl-C drains it."""
-    from gateway import supervisor
+    from gateway.supervisor import serve as run
 
     settings = Settings.from_options(options)
     start_logging(settings.log_level)
     try:
-        supervisor.serve(settings)
-    except supervisor.CannotServe as error:
+        run(settings)
+    except CannotStart as error:
         raise Failed(str(error)) from error
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.settings import DEFAULT_MODEL, Settings
+from gateway.settings import DEFAULT_MODEL, CannotStart, Settings
 
 Say = Callable[[str], None]
 
 
-class FetchError(Exception):
+class FetchError(CannotStart):
     """A model is not to be had; the message says what to do."""
 
 

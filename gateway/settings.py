@@ -21,6 +21,10 @@ _MAX_SOCKET_FOLDER = 70  # bytes; Linux takes socket paths of 107
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
+class CannotStart(Exception):
+    """Tenora can't start as it was told to; the message is one line that says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
     """Where a gateway finds an engine: the name of the model it serves, and its socket's path."""

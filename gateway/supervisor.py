@@ -14,29 +14,28 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from engine.client import EngineClient
-from gateway import bootstrap, fetch, valkey
+from gateway import fetch, valkey
 from gateway.children import Child, ChildFailed, Command
 from gateway.fleet import Fleet, Replica
 from gateway.launchers import EngineSpec, make_launcher
-from gateway.ops_app import OpsContext, build_ops_app
-from gateway.settings import EngineAddress, Settings, host_in_url, parse_model
+from gateway.settings import CannotStart, EngineAddress, Settings, host_in_url, parse_model
+
+if TYPE_CHECKING:  # SQL and HTTP take seconds to import: the engines start first
+    from gateway.bootstrap import Start
+    from gateway.ops_app import OpsContext
 
 log = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 35.0  # an engine bounds its own drain at 30 s
-GATEWAY_EXTRA_S = 5.0
+GATEWAY_EXTRA_S = 12.0  # for last words and open connections
 STORE_STOP_S = 5.0
 OPS_STOP_S = 3.0
 BACKLOG = 2048
-
-
-class CannotServe(Exception):
-    """`serve` can't start; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +47,23 @@ class Model:
 
 
 def serve(settings: Settings) -> None:
-    """Runs until SIGTERM or SIGINT and then drains. Raises CannotServe."""
-    try:
-        prepare_folders(settings)
-        models = find_models(settings)
-        with contextlib.ExitStack() as stack:
-            public = stack.enter_context(listen(settings.host, settings.port, "--port"))
-            ops = stack.enter_context(listen(settings.serve.ops_host, settings.serve.ops_port, "--ops-port"))
-            settings = _with_ports(settings, public, ops)
-            asyncio.run(Supervisor(settings, models, public, ops).run())
-    except (fetch.FetchError, valkey.NoStore, ChildFailed, bootstrap.BootstrapError) as error:
-        raise CannotServe(str(error)) from error
+    """Runs until SIGTERM or SIGINT and then drains. Raises CannotStart."""
+    prepare_folders(settings)
+    models = find_models(settings)
+    with contextlib.ExitStack() as stack:
+        public = stack.enter_context(listen(settings.host, settings.port, "--port"))
+        ops = stack.enter_context(listen(settings.serve.ops_host, settings.serve.ops_port, "--ops-port"))
+        settings = _with_ports(settings, public, ops)
+        asyncio.run(Supervisor(settings, models, public, ops).run())
 
 
 def prepare_folders(settings: Settings) -> None:
-    """HOME and its run folder, which is ours alone. Raises CannotServe."""
+    """HOME and its run folder, which is ours alone. Raises CannotStart."""
     settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     settings.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = settings.run_dir.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise CannotServe(f"{settings.run_dir} is not a folder of ours: remove it")
+        raise CannotStart(f"{settings.run_dir} is not a folder of ours: remove it")
     settings.run_dir.chmod(0o700)
 
 
@@ -82,7 +78,7 @@ def find_models(settings: Settings) -> list[Model]:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A bound, listening TCP socket. Raises CannotServe."""
+    """A bound, listening TCP socket. Raises CannotStart."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
@@ -90,7 +86,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         bound.bind(address)
         bound.listen(BACKLOG)
     except OSError as error:
-        raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): choose another {option}") from error
+        raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): choose another {option}") from error
     bound.setblocking(False)
     return bound
 
@@ -145,15 +141,16 @@ class Supervisor:
     # ── starting ─────────────────────────────────────────────────────────────────────────────────
 
     async def _start(self) -> None:
+        say(f"loading {', '.join(model.name for model in self._models)}")
         await self._start_engines()
-        migrated = asyncio.create_task(asyncio.to_thread(bootstrap.migrate, self._settings.database_url))
         await self._start_store()
-        await migrated
+        from gateway import bootstrap
+
+        await asyncio.to_thread(bootstrap.migrate, self._settings.database_url)
         start = await bootstrap.prepare(self._settings)
         self._context = start.context
         await self._start_ops(start.context)
         self._start_gateways()
-        say(f"loading {', '.join(model.name for model in self._models)}")
         await _together(*(replica.ready() for replica in self._fleet.replicas), *(g.ready() for g in self._gateways))
         self._tasks.append(asyncio.create_task(self._fleet.keep_pulling()))
         await bootstrap.upload_demo_adapters(self._settings, start)
@@ -201,12 +198,12 @@ class Supervisor:
     def _retire(self, source: str) -> Callable[[int], None]:
         return lambda incarnation: self._fleet.registry.retire(source, incarnation)
 
-    async def _start_ops(self, context: OpsContext) -> None:
-        self._ops = serve_ops(context, self._fleet, self._settings.log_level)
+    async def _start_ops(self, context: "OpsContext") -> None:
+        self._ops = serve_ops(context, self._fleet)
         self._ops_task = asyncio.create_task(self._ops.serve(sockets=[self._ops_socket]))
         self._tasks.append(self._ops_task)
 
-    def _announce(self, start: bootstrap.Start) -> None:
+    def _announce(self, start: "Start") -> None:
         for line in banner(self._settings, start, self._models):
             sys.stdout.write(line + "\n")
         sys.stdout.write(f"ready {self._settings.url}\n")
@@ -251,15 +248,17 @@ def engine_specs(settings: Settings, models: list[Model]) -> list[EngineSpec]:
     return specs
 
 
-def serve_ops(context: OpsContext, fleet: Fleet, log_level: str) -> _OpsServer:
+def serve_ops(context: "OpsContext", fleet: Fleet) -> _OpsServer:
     """The ops port's server, not yet serving."""
+    from gateway.ops_app import build_ops_app
+
     app = build_ops_app(context, fleet)
-    config = uvicorn.Config(app, log_config=None, log_level=log_level, access_log=False, lifespan="on")
+    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="on")
     config.timeout_graceful_shutdown = 1
     return _OpsServer(config)
 
 
-def banner(settings: Settings, start: bootstrap.Start, models: list[Model]) -> list[str]:
+def banner(settings: Settings, start: "Start", models: list[Model]) -> list[str]:
     """What a newcomer reads: what is served, and a command that works when pasted."""
     ops = f"http://{host_in_url(settings.serve.ops_host)}:{settings.serve.ops_port}"
     lines = [

