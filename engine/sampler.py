@@ -131,24 +131,21 @@ def _draw_filtered(logits: Tensor, row: Sequence) -> int | None:
     if not math.isfinite(float(scaled.amax())):
         return None
     ids = _candidates(scaled, row.sampling)
-    probabilities = scaled[ids].softmax(dim=-1)
+    probabilities = (scaled if ids is None else scaled[ids]).softmax(dim=-1)
     if row.sampling.top_p < 1.0:
         nucleus = _nucleus(probabilities, row.sampling.top_p)
-        ids, probabilities = ids[nucleus], probabilities[nucleus]
+        ids, probabilities = nucleus if ids is None else ids[nucleus], probabilities[nucleus]
     (picked,) = _pick(probabilities[None], [row])
-    return None if picked is None else int(ids[picked])
+    return picked if picked is None or ids is None else int(ids[picked])
 
 
-def _candidates(scaled: Tensor, sampling: SamplingParams) -> Tensor:
-    """Ids, ascending, at least min_p times as likely as the best, and among the top_k (ties to the lowest id)."""
-    keep = scaled > _NO_LOGIT
-    if sampling.min_p > 0.0:
-        keep &= scaled >= scaled.amax() + math.log(sampling.min_p)
+def _candidates(scaled: Tensor, sampling: SamplingParams) -> Tensor | None:
+    """Ids at least min_p times as likely as the best, and among the top_k (ties to the lowest id); None = all."""
+    least = scaled.amax() + math.log(sampling.min_p) if sampling.min_p > 0.0 else None
     if 0 < sampling.top_k < len(scaled):
-        among = torch.zeros_like(keep)
-        among[_highest(scaled, sampling.top_k)] = True
-        keep &= among
-    return keep.nonzero().squeeze(-1)
+        ids = _highest(scaled, sampling.top_k)
+        return ids if least is None else ids[scaled[ids] >= least]
+    return None if least is None else (scaled >= least).nonzero().squeeze(-1)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

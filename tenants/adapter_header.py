@@ -15,6 +15,7 @@ from tenants.adapter_json import clip, clip_all, parse_object
 MIN_HEADER_LIMIT_BYTES = 1 << 20
 HEADER_BYTES_PER_TENSOR = 256
 MAX_NAME_CHARS = 256
+MAX_REASONS = 20  # of tensors that are malformed each in its own way
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
@@ -93,7 +94,7 @@ def _entries(header: dict[str, Any], data_start: int) -> tuple[list[TensorEntry]
         except ValueError as error:
             reasons.append(f"safetensors: {clip(name)}: {error}")
     entries.sort(key=lambda entry: entry.start)
-    return entries, sorted(reasons)
+    return entries, sorted(reasons)[:MAX_REASONS]
 
 
 def _entry(name: str, value: Any, data_start: int) -> TensorEntry:

@@ -12,7 +12,7 @@ def parse_object(data: bytes, max_bytes: int, max_depth: int) -> dict[str, Any]:
     """The object that ``data`` holds. Raises ValueError saying what is wrong, in words for the uploader."""
     if len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes, {max_bytes} allowed")
-    if _depth(data) > max_depth:
+    if _is_deeper(data, max_depth):
         raise ValueError(f"nested deeper than {max_depth}")
     value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     if not isinstance(value, dict):
@@ -33,21 +33,22 @@ def clip_all(texts: list[str], max_texts: int = 20) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _depth(data: bytes) -> int:
-    """Deepest nesting of brackets outside strings; linear, and right for every text that is JSON."""
-    depth = deepest = 0
+def _is_deeper(data: bytes, max_depth: int) -> bool:
+    """Whether brackets outside strings nest deeper; linear, and right for every text that is JSON."""
+    depth = 0
     for match in _BRACKET.finditer(_STRING.sub(b"", data)):
         depth += 1 if match.group() in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
+        if depth > max_depth:
+            return True
+    return False
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen = dict(pairs)
-    if len(seen) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for index, name in enumerate(names) if name in names[:index])
-        raise ValueError(f"duplicate key {clip(double)}")
+    seen: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in seen:
+            raise ValueError(f"duplicate key {clip(name)}")
+        seen[name] = value
     return seen
 
 
