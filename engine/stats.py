@@ -148,8 +148,9 @@ class EngineStats:
         self.phase_ns["decode"] += step.decode_ns
         self._step_seconds[step.kind].observe(step.run_ns / 1e9)
         self._batch_sequences.observe(step.num_sequences)
-        self._batch_tokens["prefill"].observe(step.num_prefill_tokens)
-        self._batch_tokens["decode"].observe(step.num_decode_tokens)
+        for phase, count in (("prefill", step.num_prefill_tokens), ("decode", step.num_decode_tokens)):
+            if count:
+                self._batch_tokens[phase].observe(count)
         self._recent.append((self._ended_ns, step.run_ns))
         while self._recent[0][0] < self._ended_ns - UTILIZATION_WINDOW_NS:
             self._recent.popleft()

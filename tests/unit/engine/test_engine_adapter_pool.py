@@ -1,0 +1,146 @@
+"""Adapter slots: pins, generations, replacement; host copies."""
+
+import random
+
+import pytest
+from arithmetic_peer import Weights
+
+from engine.adapter_pool import AdapterPool, HostTier
+
+
+def pool_with(num_slots: int, *keys: str) -> AdapterPool:
+    pool = AdapterPool(num_slots, HostTier(10_000))
+    for key in keys:
+        pool.host.put(key, Weights(key))
+    return pool
+
+
+def test_an_adapter_in_use_is_never_replaced():
+    pool = pool_with(1, "a", "b")
+    slot, generation = pool.acquire("a")
+
+    assert not pool.has_room("b")
+    assert pool.has_room("a")
+    pool.release(slot, generation)
+    assert pool.has_room("b")
+
+
+def test_two_sequences_of_one_adapter_share_its_slot_and_load_it_once():
+    pool = pool_with(2, "a")
+
+    assert pool.acquire("a") == pool.acquire("a")
+    assert [load.key for load in pool.take_loads()] == ["a"]
+    assert pool.take_loads() == []
+
+
+def test_the_slot_that_is_idle_longest_is_replaced_under_a_new_generation():
+    pool = pool_with(2, "a", "b", "c")
+    held = {key: pool.acquire(key) for key in "ab"}
+    pool.take_loads()
+    for key in "ba":
+        pool.release(*held[key])
+
+    slot, generation = pool.acquire("c")
+
+    (load,) = pool.take_loads()
+    assert slot == held["b"][0] == load.slot
+    assert generation > held["b"][1]
+    assert load.replaces
+    with pytest.raises(AssertionError):
+        pool.release(*held["b"])
+
+
+def test_an_idle_adapter_is_used_again_without_a_load():
+    pool = pool_with(1, "a")
+    held = pool.acquire("a")
+    pool.release(*held)
+    pool.take_loads()
+
+    assert pool.acquire("a") == held
+    assert pool.take_loads() == []
+
+
+def test_a_forgotten_adapter_leaves_its_slot_with_its_last_user_and_is_not_resident_before():
+    pool = pool_with(1, "a")
+    first, second = pool.acquire("a"), pool.acquire("a")
+
+    pool.forget("a")
+    assert not pool.is_resident("a")
+    pool.release(*first)
+    assert pool.take_clears() == []
+    pool.release(*second)
+
+    assert pool.take_clears() == [0]
+    assert (pool.num_free, pool.num_resident) == (1, 0)
+
+
+def test_an_idle_forgotten_adapter_is_cleared_at_once():
+    pool = pool_with(1, "a")
+    pool.release(*pool.acquire("a"))
+
+    pool.forget("a")
+
+    assert pool.take_clears() == [0]
+
+
+def test_a_forgotten_adapter_that_comes_back_keeps_its_slot():
+    pool = pool_with(1, "a")
+    held = pool.acquire("a")
+    pool.forget("a")
+    pool.host.put("a", Weights("a"))
+
+    pool.release(*pool.acquire("a"))
+    pool.release(*held)
+
+    assert pool.take_clears() == []
+    assert pool.num_idle == 1
+
+
+def test_host_copies_are_bounded_in_bytes_least_recently_used_out_first():
+    host = HostTier(250)
+    for key in "ab":
+        host.put(key, Weights(key))
+    host.get("a")
+
+    host.put("c", Weights("c"))
+
+    assert ("a" in host, "b" in host, "c" in host) == (True, False, True)
+    assert host.num_bytes == 200
+
+
+def test_a_copy_larger_than_the_tier_is_kept_alone():
+    host = HostTier(50)
+    for key in "ab":
+        host.put(key, Weights(key))
+
+    assert ("a" in host, "b" in host, host.num_bytes) == (False, True, 100)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_walk_never_shows_a_user_another_adapter(seed: int):
+    pick, pool = random.Random(seed), pool_with(3)
+    content: list[str] = ["", "", ""]
+    users: list[tuple[str, int, int]] = []
+    for _ in range(2_000):
+        key, kind = pick.choice("abcdef"), pick.random()
+        if kind < 0.5:
+            if not pool.is_resident(key):
+                pool.host.put(key, Weights(key))
+            if pool.has_room(key):
+                users.append((key, *pool.acquire(key)))
+        elif kind < 0.95 and users:
+            _key, slot, generation = users.pop(pick.randrange(len(users)))
+            pool.release(slot, generation)
+        else:
+            pool.forget(key)
+        for slot in pool.take_clears():
+            content[slot] = ""
+        for load in pool.take_loads():
+            assert bool(content[load.slot]) == load.replaces
+            content[load.slot] = load.key
+        pins: dict[int, int] = {}
+        for key, slot, generation in users:
+            assert content[slot] == key
+            assert pool.generation(slot) == generation
+            pins[slot] = pins.get(slot, 0) + 1
+        pool.check_invariants(pins)
