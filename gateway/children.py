@@ -118,6 +118,7 @@ class Child:
             started = time.monotonic()
             code = await self._run_once()
             if self._state.stopping.is_set():
+                log.debug("%s ended with %s", self.name, _reason(code))
                 return
             self._report(code)
             if not self._state.was_ready:

@@ -376,7 +376,7 @@ def start_logging(level: str) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    for chatty in ("uvicorn", "httpx", "httpcore", "alembic", "asyncio"):
+    for chatty in ("uvicorn", "httpx", "httpcore", "alembic", "asyncio", "aiosqlite"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
