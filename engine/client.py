@@ -209,8 +209,7 @@ class EngineClient:
                 if stream is not None:
                     stream.end(message)
             case wire.Record():
-                self._records.append(message)
-                self._records_arrived.set()
+                self._enqueue(message)
             case wire.Welcome():
                 self._welcomed(connection, message)
             case wire.StatsReply():
@@ -237,14 +236,16 @@ class EngineClient:
 
     def _deal(self, frame: wire.StepFrame) -> None:
         streams = self._streams
-        for event in frame.deltas:
+        for event in (*frame.scores, *frame.deltas):
             stream = streams.get(event.request_id)
             if stream is not None:
                 stream.push(event)
-        for event in frame.scores:
-            stream = streams.get(event.request_id)
-            if stream is not None:
-                stream.push(event)
+
+    def _enqueue(self, record: wire.Record) -> None:
+        """What comes again while it waits here still is dropped: a slow ledger must not fill the memory."""
+        if not self._records or record.number > self._records[-1].number:
+            self._records.append(record)
+            self._records_arrived.set()
 
     async def _take_records(self) -> None:
         while True:
@@ -259,7 +260,7 @@ class EngineClient:
             return
         try:
             await self._on_record(record)
-            self._next_record = record.number + 1
+            self._next_record = max(self._next_record or 0, record.number + 1)
         except Exception:
             logger.exception("record %d was not taken; it will come again", record.number)
             self._next_record = record.number

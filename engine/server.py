@@ -96,6 +96,8 @@ class Server:
             async with asyncio.timeout(10):  # a few steps at most
                 if not self.broken.done():
                     await self._until_quiet()
+        if self.broken.done():
+            self.broken.exception()  # seen, whoever asks for it or not
         await asyncio.to_thread(self._steps.stop)
         await self._adapters.close()
         self._records.end()

@@ -19,6 +19,7 @@ from live_engine import (
 
 from engine import wire
 from engine.client import EngineClient, EngineLost, ProtocolMismatch
+from engine.journal import Journal
 
 
 def test_ready_gives_the_card_and_the_tokenizer_only_to_who_wants_it(tmp_path):
@@ -178,6 +179,35 @@ def test_a_record_whose_handling_failed_is_not_overtaken(tmp_path, monkeypatch, 
     firsts = list(dict.fromkeys(taken))
     assert firsts == [1, 2, 3, 4]
     assert "was not taken" in caplog.text
+
+
+def test_records_that_come_again_while_the_ledger_is_slow_are_kept_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.record_delivery.REDELIVER_AFTER_S", 0.0)
+    monkeypatch.setattr("engine.server.TICK_S", 0.002)
+    journal = Journal(tmp_path)
+    journal.append([b"%d" % number for number in range(50)])
+    journal.close()
+    release = asyncio.Event()
+    taken: list[int] = []
+
+    async def take(record):
+        taken.append(record.number)
+        if record.number == 2:
+            await release.wait()
+
+    async def main():
+        async with live_server(tmp_path) as server, live_client(tmp_path, on_record=take) as client:
+            await until(lambda: taken[-1:] == [2], "the second record")
+            for _ in range(20):  # each answer came after another delivery
+                server._records.tick()
+                await client.stats(PATIENCE_S)
+                assert len(client._records) <= 50
+            release.set()
+            await until(lambda: 50 in taken, "the last record")
+        first_times = list(dict.fromkeys(taken))
+        assert first_times == list(range(1, 51))
+
+    asyncio.run(main())
 
 
 def test_scores_of_a_prompt_come_with_the_stream(tmp_path):

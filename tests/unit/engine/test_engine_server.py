@@ -2,6 +2,9 @@
 
 import asyncio
 import random
+import resource
+import signal
+from contextlib import contextmanager
 
 import pytest
 from live_engine import (
@@ -19,6 +22,7 @@ from live_engine import (
 
 from engine import wire
 from engine.client import EngineLost
+from engine.journal import Journal, JournalCorrupt
 from engine.step_thread import StepThread
 
 
@@ -454,6 +458,83 @@ def test_requests_left_at_the_end_of_the_process_are_journaled_as_lost(tmp_path)
             _, usage = await ledger.next()
             assert (usage.request_id, usage.outcome) == ("r1", wire.OUTCOME_LOST)
             assert 1 <= usage.output_tokens < 400
+
+    asyncio.run(main())
+
+
+def test_a_long_backlog_is_delivered_whole_and_in_order(tmp_path):
+    journal = Journal(tmp_path)
+    for first in range(0, 3000, 500):
+        journal.append([b"record %d" % number for number in range(first, first + 500)])
+    journal.close()
+
+    async def main():
+        async with live_server(tmp_path) as server, live_gateway(tmp_path) as (_, ledger):
+            for number in range(3000):
+                record = await asyncio.wait_for(ledger.arrived.get(), PATIENCE_S)
+                assert (record.number, record.payload) == (number + 1, b"record %d" % number)
+            await until(lambda: server._records.num_unacked == 0, "all acks")
+
+    asyncio.run(main())
+
+
+@contextmanager
+def full_disk(path):
+    """No file may grow beyond the present size of ``path``."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+def test_while_the_journal_cannot_be_written_new_requests_are_refused_and_no_record_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.record_delivery.RETRY_WRITE_S", 0.01)
+
+    async def main():
+        async with live_server(tmp_path) as server, live_gateway(tmp_path) as (client, ledger):
+            streams = [client.submit(submit(f"r{i}")) for i in range(3)]
+            for stream in streams:
+                await collect(stream)
+            with full_disk(tmp_path / "journal.log"):
+                for stream in streams:
+                    stream.close(wire.Close(stream.request_id, 200))
+                await until(lambda: server._records.failing, "the failed write")
+                _, rejected = await collect(client.submit(submit("new")))
+                assert rejected.code == "busy"
+                assert ledger.arrived.empty()
+            assert [(await ledger.next())[1].request_id for _ in range(3)] == ["r0", "r1", "r2"]
+            await until(lambda: not server._records.failing, "recovery")
+            assert len((await collect(client.submit(submit("new"))))[0]) == 8
+
+    asyncio.run(main())
+
+
+def test_a_journal_changed_on_disk_under_a_running_server_breaks_it(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append([b"one", b"two"])
+    journal.close()
+
+    async def main():
+        async with live_server(tmp_path) as server:
+            log = tmp_path / "journal.log"
+            log.write_bytes(log.read_bytes().replace(b"two", b"TWO"))
+            async with live_client(tmp_path):
+                with pytest.raises(JournalCorrupt, match="record 2"):
+                    await asyncio.wait_for(asyncio.shield(server.broken), PATIENCE_S)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_broke_breaks_its_server(tmp_path):
+    async def main():
+        async with live_server(tmp_path) as server:
+            server._steps.post([].pop)
+            with pytest.raises(IndexError):
+                await asyncio.wait_for(asyncio.shield(server.broken), PATIENCE_S)
 
     asyncio.run(main())
 
