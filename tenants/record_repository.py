@@ -19,12 +19,18 @@ GroupBy: TypeAlias = Literal["model", "api_key_id", "project_id", "line_item"]
 _NS = 10**9
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _MAX_BUCKETS = {"1m": 1440, "1h": 168, "1d": 366}
-_GROUP_COLUMNS = {"model": "model", "api_key_id": "key_id", "project_id": "tenant_id", "line_item": "meter"}
+_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
+_GROUP_COLUMNS: dict[GroupBy, str] = {
+    "model": "model",
+    "api_key_id": "key_id",
+    "project_id": "tenant_id",
+    "line_item": "meter",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """A half-open interval [start_s, end_s) in Unix seconds, cut at whole minutes, hours or days of ``zone``.
+    """A half-open interval [start_s, end_s) in Unix seconds, cut at whole UTC minutes or hours, or at days of ``zone``.
 
     The first and the last bucket end at the interval's own ends. Empty filters mean all. Raises InvalidValue.
     """
@@ -51,6 +57,11 @@ class UsageQuery:
             width = _WIDTH_S[self.width]
             inner = range((self.start_s // width + 1) * width, self.end_s, width)
         return [self.start_s, *(edge for edge in inner if self.start_s < edge < self.end_s), self.end_s]
+
+    def check_groups(self, *allowed: GroupBy) -> None:
+        for name in self.group_by:
+            if name not in allowed:
+                raise InvalidValue("group_by", f"is one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +117,24 @@ class RecordRepository:
         return (await self._session.exec(query)).first()
 
     async def usage_buckets(self, tenant_id: str, query: UsageQuery) -> list[UsageBucket]:
-        """Billed usage by the time a request finished: every bucket of the interval, the empty ones too."""
+        """Billed usage by the time a request finished: every bucket of the interval, the empty ones too.
+
+        Raises InvalidValue for a group that usage does not have.
+        """
+        query.check_groups("model", "api_key_id", "project_id")
         edges = query.edges()
         source = _source(RequestRecord, col(RequestRecord.finished_unix_ns), tenant_id, query, edges)
         source = source.where(col(RequestRecord.billed)).subquery()
-        sums = [func.sum(source.c[name]).label(name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")]
+        sums = [*(func.sum(source.c[name]).label(name) for name in _TOKENS), func.count().label("num_requests")]
         found: list[list[UsageRow]] = [[] for _ in edges[1:]]
-        for row in await self._grouped(source, query, [*sums, func.count().label("num_requests")]):
-            counts = (row.prompt_tokens, row.cached_tokens, row.output_tokens, row.num_requests)
-            found[row.bucket].append(UsageRow(*map(int, counts), **_labels(row, query)))
+        for row in await self._grouped(source, query, sums):
+            input_tokens, cached, output = (int(getattr(row, name)) for name in _TOKENS)
+            found[row.bucket].append(UsageRow(input_tokens, cached, output, row.num_requests, **_labels(row, query)))
         return [UsageBucket(start, end, rows) for start, end, rows in zip(edges, edges[1:], found, strict=False)]
 
     async def cost_buckets(self, tenant_id: str, query: UsageQuery) -> list[CostBucket]:
-        """Ledger amounts in the same buckets; ``line_item`` is the meter."""
+        """Ledger amounts in the same buckets; ``line_item`` is the meter. Raises InvalidValue as there."""
+        query.check_groups("line_item", "api_key_id", "project_id")
         edges = query.edges()
         source = _source(LedgerEntry, col(LedgerEntry.occurred_unix_ns), tenant_id, query, edges).subquery()
         found: list[list[CostRow]] = [[] for _ in edges[1:]]
@@ -132,7 +148,7 @@ class RecordRepository:
         return (await self._session.exec(statement)).all()
 
 
-def _source(table: Any, time: ColumnElement, tenant_id: str, query: UsageQuery, edges: list[int]) -> Any:
+def _source(table: Any, time: Any, tenant_id: str, query: UsageQuery, edges: list[int]) -> Any:
     """The tenant's rows of the interval with their bucket's number. A subquery, so that grouping names a column."""
     statement = select(_bucket(time, query, edges).label("bucket"), *table.__table__.c).where(
         table.tenant_id == tenant_id, time >= query.start_s * _NS, time < query.end_s * _NS
@@ -144,7 +160,7 @@ def _source(table: Any, time: ColumnElement, tenant_id: str, query: UsageQuery, 
     return statement
 
 
-def _bucket(time: ColumnElement, query: UsageQuery, edges: list[int]) -> ColumnElement:
+def _bucket(time: Any, query: UsageQuery, edges: list[int]) -> ColumnElement:
     if query.width != "1d":
         width_ns = _WIDTH_S[query.width] * _NS
         return time // width_ns - query.start_s * _NS // width_ns
@@ -153,7 +169,7 @@ def _bucket(time: ColumnElement, query: UsageQuery, edges: list[int]) -> ColumnE
     return case(*((time < edge * _NS, number) for number, edge in enumerate(edges[1:-1])), else_=len(edges) - 2)
 
 
-def _labels(row: Any, query: UsageQuery) -> dict[str, str]:
+def _labels(row: Any, query: UsageQuery) -> dict[str, Any]:
     return {name: getattr(row, _GROUP_COLUMNS[name]) for name in query.group_by}
 
 
@@ -161,8 +177,8 @@ def _midnights(start_s: int, end_s: int, zone: tzinfo) -> list[int]:
     """The instants at which local days begin in (start, end): a day has 23, 24 or 25 hours."""
     day: date = datetime.fromtimestamp(start_s, zone).date()
     last = datetime.fromtimestamp(end_s, zone).date()
-    instants = []
+    instants = set()  # a day that a zone left out begins when the next one does
     while day <= last:
-        instants.append(int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()))
+        instants.add(int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()))
         day += timedelta(days=1)
-    return instants
+    return sorted(instants)

@@ -280,6 +280,22 @@ def test_an_interval_that_is_empty_backwards_or_too_long_is_refused(query):
         UsageQuery(**query)
 
 
+def test_usage_and_costs_refuse_a_group_that_they_do_not_have(with_database):
+    async def body(database):
+        for reader, group in ((usage, "line_item"), (costs, "model")):
+            with pytest.raises(InvalidValue):
+                await reader(database, start_s=NOON_S, end_s=NOON_S + 60, width="1m", group_by=(group,))
+
+    with_database(body)
+
+
+def test_a_day_that_a_zone_left_out_makes_no_empty_interval():
+    apia = ZoneInfo("Pacific/Apia")  # went from 29 to 31 December 2011
+    start_s = int(datetime(2011, 12, 29, tzinfo=apia).timestamp())
+    edges = UsageQuery(start_s, start_s + 2 * 86_400, zone=apia).edges()
+    assert edges == [start_s, start_s + 86_400, start_s + 2 * 86_400]
+
+
 # ── local days ───────────────────────────────────────────────────────────────────────────────────
 
 
