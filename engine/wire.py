@@ -282,7 +282,7 @@ class PromptScores(Struct, frozen=True, array_like=True):
 
 
 class StepFrame(Struct, frozen=True, tag="step"):
-    """All that one step has for one gateway."""
+    """All that one step has for one gateway; a prompt's scores come before the deltas of its choices."""
 
     deltas: list[Delta]
     scores: list[PromptScores] = []

@@ -36,6 +36,7 @@ class Served:
     ops_port: int
     lines: list[str] = field(default_factory=list)
     log: Path = Path()
+    reader: threading.Thread = field(default_factory=threading.Thread)
 
     @property
     def url(self) -> str:
@@ -73,8 +74,14 @@ class Served:
             tenant = _ok(ops.post("/tenants", json={"name": name}))
             if limits:
                 _ok(ops.patch(f"/tenants/{tenant['id']}/limits", json=limits))
-            key = _ok(ops.post(f"/tenants/{tenant['id']}/keys", json={"name": "test"}))
-        return key["api_key"]
+            key = _ok(ops.post(f"/tenants/{tenant['id']}/keys", json={"name": "test"}))["api_key"]
+        for _ in self.gateways():  # each gateway knows a new key within its poll interval
+            eventually(lambda: self._knows(key))
+        return key
+
+    def _knows(self, key: str) -> bool:
+        with self.http(key) as http:
+            return http.get("/models").status_code == 200
 
     def children(self, word: str) -> list[psutil.Process]:
         """Our own live children whose command line holds ``word``."""
@@ -115,7 +122,13 @@ class Served:
         for child in alive:
             child.kill()
         assert not alive, f"left behind: {alive}"
+        self.forget()
         return code
+
+    def forget(self) -> None:
+        """Closes what we hold of an ended process."""
+        self.reader.join(5)
+        self.process.stdout.close()
 
 
 def _ok(response: httpx.Response) -> dict:
@@ -168,9 +181,12 @@ def start(home: Path, *options: str, timeout_s: float = 120, **ports: int) -> Se
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
     served = Served(process, home, port, ops_port, log=log)
     ready = threading.Event()
-    threading.Thread(target=_collect, args=(served, ready), daemon=True).start()
+    served.reader = threading.Thread(target=_collect, args=(served, ready), daemon=True)
+    served.reader.start()
     if not ready.wait(timeout_s) or not any(line.startswith("ready ") for line in served.lines):
         process.kill()
+        process.wait(10)
+        served.forget()
         raise AssertionError(f"not ready within {timeout_s} s:\n{served.lines}\n{log.read_text()[-4000:]}")
     return served
 

@@ -240,12 +240,15 @@ def test_a_prompt_that_can_never_fit_is_refused_and_blocks_nobody(cramped: Serve
     assert [answer.status_code for answer in others] == [200] * 3
 
 
-def test_one_that_fills_the_pool_ends_with_length_and_the_next_works(cramped: Served):
+def test_a_pool_smaller_than_the_context_bounds_what_is_promised(cramped: Served):
+    """The documented choice: an engine never promises more context than its pool holds, 64 tokens here."""
     with cramped.http() as http:
-        full = complete(http, prompt=prompt_of(40), max_tokens=60)
+        refused = complete(http, prompt=prompt_of(40), max_tokens=60)
+        full = complete(http, prompt=prompt_of(40), max_tokens=24)
         after = complete(http, prompt=prompt_of(8), max_tokens=8)
 
-    assert full.status_code == 200
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
     assert full.json()["choices"][0]["finish_reason"] == "length"
-    assert full.json()["usage"]["total_tokens"] <= 65
+    assert full.json()["usage"]["total_tokens"] == 64
     assert after.json()["usage"]["completion_tokens"] == 8

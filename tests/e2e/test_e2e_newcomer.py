@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 
 import httpx
 import openai
@@ -176,12 +177,15 @@ def test_another_tenant_cannot_see_the_receipt(smollm: Served):
 
 def test_usage_counts_what_was_generated_for_the_caller_alone(smollm: Served):
     with smollm.http(smollm.new_tenant("usage-tenant")) as http:
-        body = {"model": DEFAULT_MODEL, "messages": QUESTION, "max_tokens": 4}
+        body = {"model": DEFAULT_MODEL, "messages": QUESTION, "max_tokens": 4, "temperature": 0}
         for _ in range(3):
             assert http.post("/chat/completions", json=body).status_code == 200
 
         def totals():
-            page = http.get("/organization/usage/completions", params={"start_time": 0, "bucket_width": "1d"}).json()
+            page = http.get(
+                "/organization/usage/completions",
+                params={"start_time": int(time.time()) - 86_400, "bucket_width": "1d"},
+            ).json()
             results = [result for bucket in page["data"] for result in bucket["results"]]
             return results if sum(result["num_model_requests"] for result in results) == 3 else None
 

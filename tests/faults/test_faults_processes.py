@@ -179,6 +179,7 @@ def test_no_process_outlives_a_killed_supervisor(tmp_path, served: Served):
 
     other.process.kill()
     other.process.wait(10)
+    other.forget()
     _, alive = psutil.wait_procs(family, timeout=10)
 
     for process in alive:
