@@ -1,6 +1,5 @@
 """A Hugging Face model directory: config.json and one or several safetensors files."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.weights.errors import UnsupportedModel
+from engine.weights.errors import UnsupportedModel, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,11 +24,11 @@ def hf_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UnsupportedModel(f"{directory.name}: config.json is missing")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     if config.get("quantization_config"):
         raise UnsupportedModel(f"{directory.name}: quantization_config")
     generation = directory / "generation_config.json"
-    more = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    more = read_json(generation) if generation.is_file() else {}
     config["eos_token_id"] = sorted(_ids(config.get("eos_token_id")) | _ids(more.get("eos_token_id")))
     return config
 
@@ -45,8 +44,7 @@ def shard_paths(directory: Path) -> list[Path]:
     if not (directory / INDEX).is_file():
         names = {SINGLE}
     else:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        names = set(index["weight_map"].values())
+        names = set(read_json(directory / INDEX).get("weight_map", {}).values())
     for name in sorted(names):
         if not _SHARD.fullmatch(name):
             raise UnsupportedModel(f"{INDEX} names the file {name[:80]!r}")

@@ -1,12 +1,11 @@
 """TokenizerCards: from the metadata of a GGUF file, or from the files of a Hugging Face directory."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.weights.errors import UnsupportedModel
+from engine.weights.errors import UnsupportedModel, read_json
 from engine.wire import TokenizerCard
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
@@ -98,7 +97,7 @@ def card_from_directory(directory: Path) -> TokenizerCard:
 
 def _tokenizer_config(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_text(value: Any) -> str:

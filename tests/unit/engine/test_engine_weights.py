@@ -373,6 +373,7 @@ def test_what_a_directory_lacks_or_has_too_much_is_refused_by_name(tmp_path: Pat
 
     cases = [(config, '{"quantization_config": {"bits": 4}}', "quantization_config"),
              (config, json.dumps(HF_CONFIG | {"hidden_act": "gelu"}), "hidden_act"),
+             (config, "{", "config.json"), (config, "[]", "config.json"),
              (tokenizer, "{", "tokenizer.json")]  # fmt: skip
     for path, content, named in cases:
         original = path.read_text()
