@@ -184,10 +184,13 @@ class Scheduler:
                     other.num_overtaken += 1
             elif not self._park_or_end(sequence, draft):
                 passed.append(sequence)
-                # one that let enough others pass holds them back: what becomes free is kept for it
-                if sequence.num_overtaken >= self.config.max_overtakes or len(passed) >= self.config.max_backfill:
+                if self._holds_back(sequence) or len(passed) >= self.config.max_backfill:
                     break
         self.waiting.push_back(passed)
+
+    def _holds_back(self, sequence: Sequence) -> bool:
+        """What becomes free is kept for one that gave way before, or that has let enough others pass."""
+        return sequence.num_preemptions > 0 or sequence.num_overtaken >= self.config.max_overtakes
 
     def _park_or_end(self, sequence: Sequence, draft: _Draft) -> bool:
         """Whether a sequence that can't be admitted is one that no waiting would help."""

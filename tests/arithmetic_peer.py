@@ -6,6 +6,7 @@ of order or a hit across namespaces fails an assertion here, and would change th
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine import wire
 from engine.config import EngineConfig
@@ -185,7 +186,7 @@ def expected_output(prompt: list[int], adapter: str, sampling: wire.SamplingPara
 
 def expected_scores(prompt: list[int], adapter: str) -> tuple[wire.TokenLogprobs, ...]:
     digest, scores = 0, []
-    for token, following in zip(prompt, prompt[1:], strict=False):
+    for token, following in pairwise(prompt):
         digest = advance(digest, token, adapter)
         scores.append(score(digest, following))
     return tuple(scores)

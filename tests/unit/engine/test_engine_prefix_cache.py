@@ -95,7 +95,8 @@ def test_the_second_request_reports_what_it_found_and_gives_the_same_tokens():
 
     cold, warm = driver.outcomes["cold"], driver.outcomes["warm"]
     assert cold.tokens == warm.tokens
-    assert cold.finished and warm.finished
+    assert cold.finished
+    assert warm.finished
     assert (cold.finished.usage.cached_tokens, warm.finished.usage.cached_tokens) == (0, 16)
     assert engine.scheduler.num_cache_hits == 16
     assert engine.scheduler.num_cache_misses == 24
