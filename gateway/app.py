@@ -1,0 +1,72 @@
+"""The public API as a Litestar app over the parts of a running gateway."""
+
+import logging
+from typing import Any
+
+from litestar import Litestar, Request, Response
+from litestar.datastructures import State
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from gateway.call import named
+from gateway.errors import ApiError
+from gateway.parts import Parts
+from gateway.routes import adapters, completions, health, models, requests, usage
+
+_log = logging.getLogger("gateway.app")
+
+
+def build_app(parts: Parts) -> ASGIApp:
+    """Every answer has its ``x-request-id``, every failure OpenAI's error body."""
+    app = Litestar(
+        route_handlers=[
+            *completions.handlers,
+            *models.handlers,
+            *adapters.handlers,
+            *requests.handlers,
+            *usage.handlers,
+            *health.handlers,
+        ],
+        exception_handlers={ApiError: _api_error, HTTPException: _framework_error, Exception: _our_bug},
+        state=State({"parts": parts}),
+        logging_config=None,
+        openapi_config=None,
+    )
+    return named(_without_options(app))
+
+
+def _without_options(app: Any) -> ASGIApp:
+    """The framework answers OPTIONS by itself, without a key; this API has no such method."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] in ("OPTIONS", "TRACE"):
+            error = ApiError(f"The method {scope['method']} is not allowed here.", code="method_not_allowed")
+            response = _api_error(None, error).to_asgi_response(app=None, request=Request(scope))
+            await response(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return serve
+
+
+def _api_error(_: Request | None, error: ApiError) -> Response:
+    return Response(error.body(), status_code=error.status, headers=error.response_headers())
+
+
+def _framework_error(request: Request, error: HTTPException) -> Response:
+    if isinstance(error, NotFoundException):
+        told = ApiError(f"Unknown request URL: {request.method} {request.url.path}.", code="not_found")
+    elif isinstance(error, MethodNotAllowedException):
+        told = ApiError(f"The method {request.method} is not allowed here.", code="method_not_allowed")
+    elif error.status_code == 413:
+        told = ApiError("The request body is too large.", code="payload_too_large")
+    elif error.status_code < 500:
+        told = ApiError("The request is malformed.")
+    else:
+        return _our_bug(request, error)
+    return _api_error(request, told)
+
+
+def _our_bug(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
+    return _api_error(request, ApiError("The server had an error while answering.", code="internal"))

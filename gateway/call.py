@@ -1,0 +1,182 @@
+"""One HTTP request as the request path sees it: its names and times, its body, its caller's presence, its answer."""
+
+import asyncio
+import contextlib
+import re
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from litestar.types import Receive, Scope, Send
+
+from gateway.errors import ApiError
+
+MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the caller sees the 413
+SEND_TIMEOUT_S = 60.0  # a caller that reads nothing for so long has left
+_LABEL = re.compile(r"[\x20-\x7e]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+
+
+def new_request_id() -> str:
+    """A UUIDv7 (RFC 9562): 48 bits of Unix milliseconds, then chance."""
+    value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
+    value = value & ~(0xF << 76) | 0x7 << 76
+    return str(uuid.UUID(int=value & ~(0x3 << 62) | 0x2 << 62))
+
+
+@dataclass(slots=True)
+class Call:
+    """``read_ns`` is when the body was fully read (monotonic): where a request's total begins.
+
+    ``answering`` says that the status line has been sent. ``label`` is the caller's own X-Request-ID, '' when
+    absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without one the trace begins here.
+    """
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str = field(default_factory=new_request_id)
+    label: str = ""
+    trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    parent_span: str = ""
+    sampled: bool = True
+    started_ns: int = field(default_factory=time.monotonic_ns)
+    started_unix_ns: int = field(default_factory=time.time_ns)
+    read_ns: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    on_gone: Callable[[], None] | None = None
+    answering: bool = False
+
+    @classmethod
+    def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
+        call = cls(scope, receive, send)
+        label = call.header(b"x-request-id") or ""
+        call.label = label if _LABEL.fullmatch(label) else ""
+        trace = _TRACEPARENT.fullmatch(call.header(b"traceparent") or "")
+        if trace:
+            call.trace_id, call.parent_span = trace[1], trace[2]
+            call.sampled = bool(int(trace[3], 16) & 1)
+        return call
+
+    def header(self, name: bytes) -> str | None:
+        """A request header by its lower-case name."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return value.decode("latin-1")
+        return None
+
+    def unix_ns(self, monotonic_ns: int) -> int:
+        """A time of this process's monotonic clock on the wall clock of the call's start."""
+        return self.started_unix_ns + monotonic_ns - self.started_ns
+
+    def over(self, receive: Receive, send: Send) -> "Call":
+        """The same call on the channels that the framework gives its handler."""
+        self.receive, self.send = receive, send
+        return self
+
+    async def body(self, max_bytes: int) -> bytes:
+        """The whole body. Raises ApiError 413 over ``max_bytes``, 400 when the caller left before its end."""
+        body = b"".join([chunk async for chunk in self.chunks(max_bytes)])
+        self.read_ns = time.monotonic_ns()
+        return body
+
+    async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises as ``body`` does; what is too large is read on, so that the 413 is seen."""
+        size, more = 0, True
+        while more:
+            chunk, more = await self._chunk()
+            size += len(chunk)
+            if size > max_bytes:
+                await self.discard(more)
+                raise ApiError(f"The request body is larger than {max_bytes} bytes.", code="payload_too_large")
+            yield chunk
+
+    async def discard(self, more: bool = True) -> None:
+        """Reads the rest of the body, up to MAX_DISCARDED_BYTES, and drops it."""
+        size = 0
+        while more and size <= MAX_DISCARDED_BYTES:
+            chunk, more = await self._chunk()
+            size += len(chunk)
+
+    async def _chunk(self) -> tuple[bytes, bool]:
+        message: Any = await self.receive()
+        if message["type"] == "http.disconnect":
+            self.gone.set()
+            raise ApiError("The request body ended early.", code="invalid_json")
+        return message.get("body", b""), message.get("more_body", False)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """While entered, ``gone`` is set and ``on_gone`` called as soon as the caller has left."""
+        watch = asyncio.create_task(self._watch(), name=f"caller of {self.request_id}")
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+    def _leave(self) -> None:
+        self.gone.set()
+        if self.on_gone is not None:
+            self.on_gone()
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        """Status and headers; nothing when the caller has left."""
+        self.answering = True
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        """A piece of the body, flushed. A caller that takes nothing for SEND_TIMEOUT_S has left."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def _send(self, message: Any) -> None:
+        if self.gone.is_set():
+            return
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self.send(message)
+        except TimeoutError:
+            self._leave()
+
+
+def call_of(scope: Scope) -> Call:
+    """The Call that ``named`` made for this request."""
+    return scope["state"]["call"]
+
+
+def named(app: Any, observe: Callable[[Call, int], None] | None = None) -> Any:
+    """Wraps an ASGI app: each HTTP request gets a Call, each answer its ``x-request-id`` and times."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        call = Call.of(scope, receive, send)
+        scope.setdefault("state", {})["call"] = call
+
+        async def send_named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_names(call)]
+                if observe is not None:
+                    observe(call, message["status"])
+            await send(message)
+
+        await app(scope, receive, send_named)
+
+    return serve
+
+
+def _names(call: Call) -> list[tuple[bytes, bytes]]:
+    elapsed_ms = (time.monotonic_ns() - call.started_ns) // 1_000_000
+    headers = [(b"x-request-id", call.request_id.encode()), (b"openai-processing-ms", str(elapsed_ms).encode())]
+    if call.label:
+        headers.append((b"x-client-request-id", call.label.encode()))
+    return headers

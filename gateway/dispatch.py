@@ -1,0 +1,308 @@
+"""Which engine runs a request, and the request's way through it: submitted, retried once, closed exactly once."""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine import wire
+from engine.client import EngineClient, EngineLost, EngineStream, Event
+from gateway.admission import Admission, Ticket
+from gateway.call import Call
+from gateway.errors import ApiError, from_engine
+from gateway.work import Work
+from tenants.meter import RequestContext, seal
+from tenants.pricing import RateCard
+from tenants.secrets import Secrets
+
+RECONNECT_S = 5.0  # how long a request that no engine has begun waits for one
+AFFINITY_SLACK = 8  # requests by which the engine that knows an adapter may be busier than another
+EXTEND_AHEAD_TOKENS = 64  # a grant is asked for so far ahead that no choice waits for it
+CALLER_LEFT = 499
+_MAX_AFFINITIES = 65_536
+
+PostLost = Callable[[wire.UsageRecord], None]
+
+
+class CallerLeft(Exception):
+    """The caller was gone before anything was sent to an engine."""
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """Picks engines. ``post_lost`` records what a dead engine can't; ``rate_card`` gives the prices of a time."""
+
+    admission: Admission
+    secrets: Secrets
+    post_lost: PostLost
+    rate_card: Callable[[int], RateCard]
+    _flights: set["Flight"] = field(default_factory=set)
+    _favourites: OrderedDict[str, EngineClient] = field(default_factory=OrderedDict)
+
+    @contextlib.asynccontextmanager
+    async def open(self, call: Call, work: Work, ticket: Ticket) -> AsyncIterator["Flight"]:
+        """Submits; at the end closes the request at its engine, also when the end is a cancellation.
+
+        Raises ApiError 503 when no engine is there, CallerLeft.
+        """
+        flight = Flight(self, call, work, ticket)
+        self._flights.add(flight)
+        try:
+            await flight.launch()
+            yield flight
+        finally:
+            self._flights.discard(flight)
+            flight.land()
+
+    def interrupt_all(self) -> None:
+        """The time to drain is over: what still runs ends with an error event."""
+        for flight in list(self._flights):
+            flight.interrupt()
+
+    def context(self, call: Call, work: Work, attempt: int) -> bytes:
+        """What the engine carries for the ledger, sealed."""
+        principal, admitted_ns = work.principal, call.unix_ns(call.read_ns)
+        context = RequestContext(
+            tenant_id=principal.tenant_id,
+            key_id=principal.key_id,
+            request_id=call.request_id,
+            attempt=attempt,
+            base_model=work.target.model.name,
+            model=work.target.name,
+            adapter_version_id=work.target.adapter_version_id,
+            flow_class=work.flow_class,
+            rate_card_id=self._rate_card_id(admitted_ns),
+            admitted_unix_ns=admitted_ns,
+            trace_id=call.trace_id,
+            operation=work.operation,
+            label=call.label,
+        )
+        return seal(context, self.secrets.context_key)
+
+    def _rate_card_id(self, unix_ns: int) -> str:
+        try:
+            return self.rate_card(unix_ns).rate_card_id
+        except LookupError:
+            raise ApiError("No prices are in force.", code="billing_unavailable") from None
+
+    def submission(self, call: Call, work: Work, ticket: Ticket, attempt: int) -> wire.Submit:
+        principal, target = work.principal, work.target
+        salt = f"only {call.request_id}" if principal.cache_policy == "off" else work.cache_salt
+        return wire.Submit(
+            request_id=f"{call.request_id}:{attempt}",
+            prompts=[wire.pack_ids(prompt) for prompt in work.prompts],
+            sampling=work.sampling,
+            flow=wire.Flow(self.secrets.flow_key(principal.tenant_id), principal.weight, work.flow_class),
+            cache_namespace=self.secrets.cache_namespace(
+                principal.tenant_id, target.adapter_sha256, work.text.card.revision, salt
+            ),
+            granted_tokens=ticket.granted_tokens,
+            num_choices=work.num_choices,
+            adapter_key=target.adapter_key,
+            context=self.context(call, work, attempt),
+        )
+
+    async def engine(self, call: Call, work: Work, avoid: EngineClient | None) -> EngineClient:
+        """The least busy connected engine, or the one that ran this adapter last; waits up to RECONNECT_S."""
+        connected = await self._connected(call, work, avoid)
+        least = min(connected, key=lambda engine: engine.load)
+        key = work.target.adapter_key
+        favourite = self._favourites.get(key)
+        chosen = favourite if favourite in connected and favourite.load <= least.load + AFFINITY_SLACK else least
+        if key:
+            self._favourites[key] = chosen
+            self._favourites.move_to_end(key)
+            if len(self._favourites) > _MAX_AFFINITIES:
+                self._favourites.popitem(last=False)
+        return chosen
+
+    async def _connected(self, call: Call, work: Work, avoid: EngineClient | None) -> list[EngineClient]:
+        model = work.target.model
+        connected = model.connected()
+        if not connected:
+            await _first_of([call.gone.wait(), *(engine.ready(RECONNECT_S) for engine in model.engines)])
+            connected = model.connected()
+        if call.gone.is_set():
+            raise CallerLeft
+        if not connected:
+            raise ApiError(f"No engine serves `{model.name}` at the moment.", code="overloaded")
+        return [engine for engine in connected if engine is not avoid] or connected
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request at an engine. ``outcome`` is how it ended for the caller: HTTP status, 499, or OUTCOME_LOST;
+    times are of the monotonic clock, ``first_token_ns`` is from the body's end to the first flushed token."""
+
+    dispatch: Dispatch
+    call: Call
+    work: Work
+    ticket: Ticket
+    outcome: int = 500
+    usage: wire.Usage = field(default_factory=wire.Usage)
+    submitted_ns: int = 0
+    finished_ns: int = 0
+    first_token_ns: int = 0
+    ended_ns: int = 0
+    output_tokens: list[int] = field(default_factory=list)  # seen so far, by choice
+    _attempt: int = 0
+    _engine: EngineClient | None = None
+    _stream: EngineStream | None = None
+    _interrupted: bool = False
+
+    async def launch(self, attempt: int = 0) -> None:
+        """Submits to an engine, not to the one that just failed if there is another."""
+        engine = await self.dispatch.engine(self.call, self.work, avoid=self._engine)
+        submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
+        try:
+            self._stream = engine.submit(submit)
+        except EngineLost:
+            raise ApiError("The engine was lost; try again.", code="engine_lost") from None
+        self._engine, self._attempt = engine, attempt
+        self.output_tokens = [0] * self.work.total_choices
+        self.submitted_ns = self._stream.submitted_ns
+        self.call.on_gone = self.abort
+        if self.call.gone.is_set():
+            self.abort()
+
+    async def events(self) -> AsyncGenerator[list[Event], None]:
+        """Deltas and prompt scores until the terminal event. Raises ApiError when that was a failure.
+
+        An engine that is lost before the first token costs one retry, and the caller sees nothing of it.
+        """
+        while self._stream is not None:
+            try:
+                batch = await self._stream.next()
+            except EngineLost:
+                await self._relaunch()
+                continue
+            last = batch[-1]
+            self._count(batch)
+            if not isinstance(last, wire.Finished | wire.Rejected):
+                yield batch
+                await self._extend_grant()
+            elif isinstance(last, wire.Finished):
+                self.usage, self.finished_ns = last.usage, self._stream.finished_ns
+                yield batch[:-1]
+                self._check(last)
+                return
+            elif not await self._went_elsewhere(last):
+                self._stream, self.submitted_ns = None, 0
+                raise self._failed(from_engine(last.code, last.message))
+
+    def abort(self, choice: int = -1) -> None:
+        """Ends one choice, or all, within two steps; the terminal events still come."""
+        if self._stream is not None:
+            self._stream.abort(choice)
+
+    def leave_out(self, num_tokens: int) -> None:
+        """Tokens that came behind a stop string, before the engine heard of it, are not the caller's."""
+        self.usage = msgspec.structs.replace(self.usage, output_tokens=self.usage.output_tokens - num_tokens)
+
+    def interrupt(self) -> None:
+        """The time to drain is over."""
+        self._interrupted = True
+        self.abort()
+
+    def land(self) -> None:
+        """The request's last word to its engine, its ledger and its reservation."""
+        self.call.on_gone = None
+        self.ended_ns = time.monotonic_ns()
+        if self._stream is None:
+            return
+        if self.finished_ns:
+            self.ticket.used_tokens = self.usage.prompt_tokens + self.usage.output_tokens
+        else:
+            self.ticket.used_tokens = self.work.prompt_tokens + sum(self.output_tokens)
+        self.ticket.kind = "exact" if self.finished_ns else "at_least"
+        if self.outcome == wire.OUTCOME_LOST:
+            self.dispatch.post_lost(self._lost_record())
+        else:
+            self._stream.close(self._close())
+
+    def _check(self, finished: wire.Finished) -> None:
+        if finished.error_code:
+            raise self._failed(from_engine(finished.error_code, finished.error_message))
+        if self._interrupted and not self.call.gone.is_set():
+            raise self._failed(ApiError("This server is shutting down.", code="draining"))
+        self.outcome = CALLER_LEFT if self.call.gone.is_set() else 200
+
+    def _failed(self, error: ApiError) -> ApiError:
+        self.outcome = error.status
+        return error
+
+    async def _relaunch(self) -> None:
+        before, self.outcome = self.outcome, wire.OUTCOME_LOST
+        if self._attempt or any(self.output_tokens) or self.call.gone.is_set() or self._interrupted:
+            raise ApiError("The engine that ran this request was lost; nothing is charged.", code="engine_lost")
+        await self.launch(attempt=1)
+        self.outcome = before
+
+    async def _went_elsewhere(self, rejected: wire.Rejected) -> bool:
+        """A full or draining engine's request goes to another one, if there is one that hasn't refused it."""
+        others = [engine for engine in self.work.target.model.connected() if engine is not self._engine]
+        if rejected.code not in ("busy", "draining") or not others or self._attempt:
+            return False
+        self._stream = None
+        await self.launch(attempt=1)
+        return True
+
+    def _count(self, batch: list[Event]) -> None:
+        for event in batch:
+            if isinstance(event, wire.Delta):
+                self.output_tokens[event.choice] += len(event.token_ids) // 4
+
+    async def _extend_grant(self) -> None:
+        most, granted = max(self.output_tokens), self.ticket.granted_tokens
+        ahead = min(EXTEND_AHEAD_TOKENS, granted // 4)
+        if granted >= self.work.sampling.max_tokens or most + ahead < granted:
+            return
+        if await self.dispatch.admission.extend(self.ticket, self.work.total_choices) and self._stream is not None:
+            self._stream.grant(self.ticket.granted_tokens)
+
+    def _close(self) -> wire.Close:
+        usage = self.usage
+        finished_ns = self.finished_ns or self.ended_ns
+        inside = usage.queue_ns + usage.prefill_ns + usage.decode_ns
+        return wire.Close(
+            request_id=f"{self.call.request_id}:{self._attempt}",
+            outcome=self.outcome,
+            admit_ns=self.submitted_ns - self.call.read_ns,
+            network_ns=max(0, finished_ns - self.submitted_ns - inside),
+            post_ns=self.ended_ns - finished_ns,
+            first_token_ns=self.first_token_ns,
+        )
+
+    def _lost_record(self) -> wire.UsageRecord:
+        """What the gateway saw of a request whose engine is gone: for the ledger, at no charge."""
+        return wire.UsageRecord(
+            request_id=f"{self.call.request_id}:{self._attempt}",
+            context=self.dispatch.context(self.call, self.work, self._attempt),
+            outcome=wire.OUTCOME_LOST,
+            prompt_tokens=self.work.prompt_tokens,
+            cached_tokens=0,
+            output_tokens=sum(self.output_tokens),
+            queue_ns=self.submitted_ns - self.call.read_ns,
+            prefill_ns=0,
+            decode_ns=self.ended_ns - self.submitted_ns,
+            post_ns=0,
+            network_ns=0,
+            first_token_ns=self.first_token_ns,
+            gpu_ns=0,
+            finished_unix_ns=self.call.unix_ns(self.ended_ns),
+        )
+
+
+async def _first_of(waits: list) -> None:
+    """Returns when the first of the coroutines has ended, however it did; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""One gateway process: ``python -m gateway.main --listen-fd N --index I``, settings in TENORA_*.
+
+The composition root: everything is built here, nothing reaches round it. It serves the socket that it was given,
+its metrics on a unix socket, and ends with its parent. SIGTERM drains.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import uvicorn
+import uvloop
+from redis.asyncio import Redis
+
+from engine.client import EngineClient, EngineLost
+from gateway import scrape
+from gateway.adapters import Adapters
+from gateway.admission import Admission
+from gateway.app import build_app
+from gateway.dispatch import Dispatch, Flight
+from gateway.models import Catalog
+from gateway.parts import Parts
+from gateway.pipeline import Pipeline
+from gateway.settings import EngineAddress, Settings
+from gateway.settlement import Settlement
+from gateway.targets import Targets
+from gateway.telemetry import Telemetry
+from gateway.tracing import otlp_sink
+from gateway.work import Reader, Work
+from tenants.blobs import BlobStore
+from tenants.database import Database
+from tenants.directory import Directory
+from tenants.pricing import Quantities, RateCard, charges, is_billed
+from tenants.quota import Quota
+from tenants.secrets import Secrets
+
+ENGINES_READY_S = 30.0
+LAST_WORDS_S = 5.0  # for requests that the end of the drain cut off
+STALE_UPLOAD_S = 3600.0
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger("gateway.main")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
+    """Everything a gateway needs, started; closed in reverse."""
+    async with contextlib.AsyncExitStack() as stack:
+        secrets = Secrets.load_or_create(settings.secrets)
+        database = await _started(stack, Database(settings.database_url))
+        redis = Redis.from_url(settings.redis_url)
+        stack.push_async_callback(redis.aclose)
+        directory = await _started(stack, Directory(database, redis, secrets))
+        telemetry = _telemetry(settings, directory, stack)
+        blobs = BlobStore(settings.blobs)
+        metrics = telemetry.metrics
+        settlement = Settlement(
+            database, directory, secrets.context_key, lambda reason: metrics.unbooked.labels(reason).inc()
+        )
+        await _started(stack, settlement)
+        catalog = Catalog()
+        targets = Targets(catalog, database, secrets, blobs)
+        await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
+        quota = Quota(redis, settings.store_deadline_s)
+        admission = Admission(quota, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
+        await _started(stack, admission)
+        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card)
+        yield Parts(
+            pipeline=Pipeline(directory, Reader(targets), admission, dispatch, telemetry),
+            catalog=catalog,
+            targets=targets,
+            adapters=Adapters(catalog, targets, database, blobs),
+            database=database,
+            blobs=blobs,
+            started_unix_s=int(time.time()),
+        )
+
+
+async def _started(stack: contextlib.AsyncExitStack, part):
+    """Starts a part and has the stack close it."""
+    await part.start()
+    stack.push_async_callback(part.close)
+    return part
+
+
+def _client_of(peer: str, settlement: Settlement, targets: Targets):
+    """Makes the client of an engine's address."""
+
+    def make(address: EngineAddress) -> EngineClient:
+        client = EngineClient(
+            address.address,
+            peer,
+            want_tokenizer=True,
+            on_record=settlement.taker(lambda: client),
+            adapter_source=targets.file,
+        )
+        return client
+
+    return make
+
+
+async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog, make) -> None:
+    """Connects to every engine; one that isn't there yet is waited for a while, and comes later if it does."""
+    for address in addresses:
+        catalog.add(address.model, await _started(stack, make(address)))
+    engines: list[EngineClient] = []
+    catalog.each_engine(engines.append)
+    for outcome in await asyncio.gather(*(e.ready(ENGINES_READY_S) for e in engines), return_exceptions=True):
+        if isinstance(outcome, EngineLost):
+            _log.warning("starting without an engine: %s", outcome)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    for model in catalog.models.values():
+        if model.connected():
+            model.text()  # builds the tokenizer now, not at the first request
+
+
+def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
+    telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
+    if settings.otlp_endpoint:
+        telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
+        stack.callback(telemetry.spans.close)
+    return telemetry
+
+
+def _price(rate_card, work: Work, flight: Flight) -> int:
+    """Picousd, as the ledger will have it."""
+    usage = flight.usage
+    if not is_billed(flight.outcome, usage.output_tokens):
+        return 0
+    card: RateCard = rate_card(flight.call.unix_ns(flight.call.read_ns))
+    quantities = Quantities(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+    return sum(line.amount_picousd for line in charges(quantities, card, work.target.model.name, work.flow_class))
+
+
+async def serve(settings: Settings, listener: socket.socket, index: int) -> None:
+    """Runs until SIGTERM or SIGINT, then drains. Raises what a part raises at its start."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with running_parts(settings, index) as parts:
+        await asyncio.to_thread(parts.blobs.sweep, STALE_UPLOAD_S)
+        registry = parts.pipeline.telemetry.metrics.registry
+        server = _Server(_uvicorn_config(build_app(parts)))
+        async with scrape.serve(settings.scrape_path(index), registry):
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            await _accepting(server, serving)
+            gc.freeze()  # what lives as long as the process is never looked through again
+            print(f"gateway ready {index}", flush=True)  # noqa: T201 (what the supervisor waits for)
+            await asyncio.wait({serving, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            await _drain(parts, settings.drain_seconds)
+            server.should_exit = True
+            await serving
+
+
+async def _accepting(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+
+
+async def _drain(parts: Parts, drain_s: float) -> None:
+    """New requests get 503, running ones the time to finish; the rest end with an error event."""
+    admission = parts.pipeline.admission
+    admission.closed = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await admission.idle.wait()
+    parts.pipeline.dispatch.interrupt_all()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_S):
+            await admission.idle.wait()
+
+
+def _uvicorn_config(app) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def main() -> int:
+    """Exit status 0 after a drain, 1 when a part can't start."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    if os.getppid() != parent:
+        return 1
+    parser = argparse.ArgumentParser(prog="python -m gateway.main", description=__doc__)
+    parser.add_argument("--listen-fd", type=int, required=True, help="inherited descriptor of the listening socket")
+    parser.add_argument("--index", type=int, default=0, help="number among the gateways of this machine")
+    options = parser.parse_args()
+    settings = Settings.from_env()
+    logging.basicConfig(
+        stream=sys.stderr, level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(serve(settings, socket.socket(fileno=options.listen_fd), options.index))
+        except Exception as error:
+            _log.exception("gateway %d ends: %s", options.index, error)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""GET /health: whether this process takes requests. No key."""
+
+from litestar import Request, Response, get
+
+from gateway.parts import parts_of
+
+
+@get("/health")
+async def health(request: Request) -> Response:
+    """503 while draining; engines that are away don't make the gateway unhealthy."""
+    draining = parts_of(request).pipeline.admission.closed
+    return Response({"status": "draining" if draining else "ok"}, status_code=503 if draining else 200)
+
+
+handlers = [health]

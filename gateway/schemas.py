@@ -1,0 +1,239 @@
+"""What callers send and get: msgspec structs, with the bounds of every field. Never imported outside gateway/.
+
+Unknown fields are ignored. A known field of a wrong type or range raises ApiError 400 that names it.
+"""
+
+import re
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.errors import ApiError, invalid
+
+MAX_BODY_BYTES = 4 << 20
+MAX_CHOICES = 128  # n, prompts, and prompts × n
+MAX_MESSAGES = 2048
+
+_INT64 = 1 << 63
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 30)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+Label: TypeAlias = Annotated[str, Meta(max_length=512)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+Tier: TypeAlias = Literal["auto", "default", "flex", "priority"]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+
+
+class Part(Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    name: Label
+    arguments: str = ""
+
+
+class ToolCall(Struct, frozen=True):
+    function: FunctionCall
+    id: Label | None = None
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: Label | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Label | None = None
+
+
+class Common(Struct, frozen=True, kw_only=True):
+    """What both completion routes take."""
+
+    model: Name
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=4)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    service_tier: Tier | None = None
+    cache_salt: Label | None = None
+    user: Label | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+
+class Rollback(Struct, frozen=True):
+    version: Annotated[int, Meta(ge=1, le=1 << 30)]
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class TokenLogprob(Struct, frozen=True):
+    """A token of a chat answer; ``bytes`` are exact also where the token is a piece of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(Struct, frozen=True):
+    """The legacy shape: four arrays of one length. The first token of an echoed prompt has no probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class UsageBody(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class AnswerMessage(Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatDelta(Struct, frozen=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class TextChoice(Struct, frozen=True):
+    """A choice of a text answer, whole or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Answer(Struct, frozen=True):
+    """A whole answer or one chunk. ``usage`` UNSET is left out; None is sent as null."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
+    system_fingerprint: str
+    service_tier: str
+    usage: UsageBody | UnsetType | None = UNSET
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────
+
+Body = TypeVar("Body", ChatRequest, CompletionRequest, Rollback)
+_decoders = {kind: msgspec.json.Decoder(kind) for kind in Body.__constraints__}
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+
+
+def decode(body: bytes, kind: type[Body]) -> Body:
+    """A request body as its struct. Raises ApiError 400: ``invalid_json``, or naming the field."""
+    try:
+        return _decoders[kind].decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise invalid(f"The request body is not valid JSON: {reason}", code="invalid_json") from None
+
+
+def _field_error(message: str) -> ApiError:
+    """msgspec's words, with the field as param: the top-level name, and the way to it inside objects."""
+    at = _PATH.search(message)
+    path = at["path"] if at else ""
+    missing = _MISSING.search(message)
+    if missing:
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+    if not path.startswith("messages["):
+        path = path.split("[", 1)[0]
+    text = _PATH.sub("", message)[:200]  # it may quote what the caller sent
+    return invalid(f"Invalid value for '{path}': {text}" if path else text, param=path or None)

@@ -1,0 +1,146 @@
+"""From the engines' journals to the ledger: records are unsealed, booked in batches, and only then acknowledged."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine import wire
+from engine.client import EngineClient, OnRecord
+from tenants.database import Database
+from tenants.directory import Directory
+from tenants.errors import ForgedContext, InvalidRecord
+from tenants.ledger import Ledger, SettledRequest
+from tenants.meter import unseal
+from tenants.secrets import Secret
+
+BATCH_RECORDS = 500
+BATCH_NS = 20_000_000
+RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
+MAX_QUEUED = 10_000  # records that wait here; over that an engine's delivery waits
+_FIELDS = tuple(name for name in wire.UsageRecord.__struct_fields__ if name not in ("request_id", "context"))
+_log = logging.getLogger("gateway.settlement")
+_decoder = msgspec.msgpack.Decoder(wire.UsageRecord)
+
+Count = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A record for the ledger; ``settled`` None: unfit, only to be acknowledged. ``engine`` None: nobody waits."""
+
+    settled: SettledRequest | None
+    engine: EngineClient | None = None
+    number: int = 0
+    hash: bytes = b""
+
+
+@dataclass(slots=True)
+class Settlement:
+    """The ledger's feeder. A record whose context isn't ours is counted and acknowledged, never booked."""
+
+    database: Database
+    directory: Directory
+    context_key: Secret
+    count_unfit: Count
+    _ledger: Ledger = field(default_factory=Ledger)
+    _queue: asyncio.Queue[_Item] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
+    _worker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._worker = asyncio.create_task(self._work(), name="settlement")
+
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Books what is queued, if the database answers in time. What isn't acknowledged comes again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._queue.join()
+        if self._worker is not None:
+            self._worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._worker
+
+    def taker(self, engine: Callable[[], EngineClient]) -> OnRecord:
+        """What an engine's client calls for each record, in journal order."""
+
+        async def take(record: wire.Record) -> None:
+            await self._queue.put(_Item(self._read(record.payload), engine(), record.number, record.hash))
+
+        return take
+
+    def post_lost(self, record: wire.UsageRecord) -> None:
+        """Books what an engine that died can't report. The engine's own record of it, if it comes, is the same row."""
+        settled = self._settled(record)
+        if settled is None or self._queue.full():
+            _log.error("no receipt for lost request %s", record.request_id)
+            return
+        self._queue.put_nowait(_Item(settled))
+
+    def _read(self, payload: bytes) -> SettledRequest | None:
+        try:
+            return self._settled(_decoder.decode(payload))
+        except msgspec.MsgspecError as error:
+            self._unfit("malformed", str(error))
+            return None
+
+    def _settled(self, record: wire.UsageRecord) -> SettledRequest | None:
+        try:
+            context = unseal(record.context, self.context_key)
+            return SettledRequest(context, **{name: getattr(record, name) for name in _FIELDS})
+        except ForgedContext as error:
+            self._unfit("forged", str(error))
+        except InvalidRecord as error:
+            self._unfit("invalid", str(error))
+        return None
+
+    def _unfit(self, reason: str, detail: str) -> None:
+        _log.error("a usage record is not booked: %s (%s)", reason, detail)
+        self.count_unfit(reason)
+
+    async def _work(self) -> None:
+        while True:
+            batch = await self._batch()
+            await self._book([item.settled for item in batch if item.settled is not None])
+            await self._acknowledge(batch)
+            for _ in batch:
+                self._queue.task_done()
+
+    async def _batch(self) -> list[_Item]:
+        """At least one record; those that follow within BATCH_NS with it."""
+        batch = [await self._queue.get()]
+        until_ns = time.monotonic_ns() + BATCH_NS
+        while len(batch) < BATCH_RECORDS:
+            left_s = (until_ns - time.monotonic_ns()) / 1e9
+            try:
+                batch.append(await asyncio.wait_for(self._queue.get(), max(0.0, left_s)))
+            except TimeoutError:
+                break
+        return batch
+
+    async def _book(self, settled: list[SettledRequest]) -> None:
+        """Until it is done: an unbooked record is never acknowledged, and none may overtake it."""
+        wait_s, failed = RETRY_FIRST_S, False
+        while settled:
+            try:
+                async with self.database.transaction() as session:
+                    await self._ledger.post(session, settled, self.directory.rate_cards)
+                break
+            except Exception as error:
+                if not failed:
+                    _log.error("the ledger does not take records: %s", type(error).__name__)
+                failed = True
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, RETRY_MAX_S)
+        if failed:
+            _log.warning("the ledger takes records again")
+
+    async def _acknowledge(self, batch: list[_Item]) -> None:
+        """The last of each engine covers all before it."""
+        last = {id(item.engine): item for item in batch if item.engine is not None}
+        for item in last.values():
+            assert item.engine is not None
+            await item.engine.ack(item.number, item.hash)
