@@ -33,7 +33,8 @@ def main() -> int:
         with _only_one(options.dir):
             asyncio.run(_serve(options, parent))
     except Exception as error:
-        logger.exception("engine %s ends: %s", options.engine_id, error)
+        details = logger.isEnabledFor(logging.DEBUG)
+        logger.error("engine %s ends: %s: %s", options.engine_id, type(error).__name__, error, exc_info=details)
         return 1
     return 0
 

@@ -197,11 +197,12 @@ def test_a_record_comes_again_until_it_is_acknowledged(tmp_path, monkeypatch):
                 stream = client.submit(submit(name))
                 await collect(stream)
                 stream.close(wire.Close(name, 200))
-            seen = [(await ledger.next())[0].number for _ in range(6)]
-            assert {1, 2} == set(seen)
-            record = (await ledger.next())[0]
+            seen: list[int] = []
+            while seen.count(1) < 2 or seen.count(2) < 2:
+                record, _ = await ledger.next()
+                seen.append(record.number)
             while record.number != 2:
-                record = (await ledger.next())[0]
+                record, _ = await ledger.next()
             await client.ack(2, b"not its hash".ljust(32))
             await client.ack(record.number, record.hash)
             await until(lambda: server._records.num_unacked == 0, "the ack")
