@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.models.config import AttentionConfig
 from engine.scheduler import Chunk, StepPlan
 from kernels.paged_attention import AttentionPlan, plan_attention
 from kernels.sgmv import SgmvPlan, plan_sgmv
@@ -28,7 +29,7 @@ class Batch:
     logits_rows: list[int]
 
 
-def build_batch(plan: StepPlan, block_size: int, sliding_window: int | None, device: torch.device) -> Batch:
+def build_batch(plan: StepPlan, block_size: int, attention: AttentionConfig, device: torch.device) -> Batch:
     """Every block that the chunks' tokens need must stand in their sequences' block tables."""
     starts = _query_starts(plan.chunks)
     token_ids = [token for chunk in plan.chunks for token in _tokens(chunk)]
@@ -49,7 +50,9 @@ def build_batch(plan: StepPlan, block_size: int, sliding_window: int | None, dev
             starts,
             [chunk.start + chunk.num_tokens for chunk in plan.chunks],
             block_size=block_size,
-            sliding_window=sliding_window,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            sliding_window=attention.sliding_window,
         ),
         adapter_slots=slots,
         lora=plan_sgmv(slots, device) if max(slots) >= 0 else None,

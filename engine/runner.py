@@ -43,8 +43,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """Computes the plan; results stand in the order of ``plan.chunks``."""
-        window = self._model.config.attention.sliding_window
-        batch = build_batch(plan, self._block_size, window, self._model.embedding.device)
+        batch = build_batch(plan, self._block_size, self._model.config.attention, self._model.embedding.device)
         hidden = self._model.forward(batch, self._kv, self._slots)
         sampled = iter(self._sample(plan, batch, hidden))
         results = []

@@ -22,9 +22,7 @@ def paged_attention(
     ``plan`` is made once a step by ``plan_attention`` and serves every layer. After Kwon et al. (arXiv 2309.06180)
     and Dao et al. (arXiv 2205.14135).
     """
-    num_heads, num_kv_heads = queries.shape[1], key_cache.shape[2]
     assert key_cache.shape == value_cache.shape, (key_cache.shape, value_cache.shape)
-    assert queries.shape[0] == plan.num_tokens, (queries.shape, plan.num_tokens)
-    assert key_cache.shape[1] == plan.block_size, (key_cache.shape, plan.block_size)
-    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert key_cache.shape[1:3] == (plan.block_size, plan.num_kv_heads), key_cache.shape
+    assert queries.shape == (plan.num_tokens, plan.num_heads, key_cache.shape[3]), queries.shape
     return reference.paged_attention(queries, key_cache, value_cache, plan, scale)

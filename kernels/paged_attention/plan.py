@@ -13,25 +13,29 @@ TILE = 128  # keys that are scored together; a multiple fixed for all, since it 
 class DecodeTiles:
     """Every (sequence, tile) pair of the sequences with one query. Pairs of a sequence are merged in tile order.
 
-    ``rows`` [N] are their query rows, ``owners`` [P] the sequence of each pair, ``tokens`` [P, TILE] cache tokens
-    and ``hidden`` [P, TILE] which of them are not seen; ``order`` [most tiles of one, N] holds pairs, P = none.
+    ``rows`` [N] are their query rows, ``owners`` [P] the sequence of each pair, ``heads`` [P, N_kv, TILE] cache
+    rows (token × N_kv + head), ``hidden`` [P, N_kv, TILE] which of them are not seen; ``order`` [most tiles of
+    one, N] holds pairs, P = none.
     """
 
     rows: Tensor
     owners: Tensor
-    tokens: Tensor
+    heads: Tensor
     hidden: Tensor
     order: Tensor
 
 
 @dataclass(frozen=True)
 class ChunkTile:
-    """One tile of a chunk's context and the run of its queries ``first`` … ``last`` (exclusive) that see some of
-    it. ``tokens`` [TILE] are cache tokens; ``hidden`` [last - first, TILE], None where all is seen."""
+    """One tile of a chunk's context and the run of its query heads ``first`` … ``last`` (exclusive, counted within
+    a key/value head: query × group + head) that see some of it.
+
+    ``heads`` [1, N_kv, TILE] are cache rows; ``hidden`` [1, last - first, TILE], None where all is seen.
+    """
 
     first: int
     last: int
-    tokens: Tensor
+    heads: Tensor
     hidden: Tensor | None
 
 
@@ -56,6 +60,8 @@ class AttentionPlan:
     query_starts: list[int]
     context_lens: list[int]
     block_size: int
+    num_heads: int
+    num_kv_heads: int
     sliding_window: int | None
 
     @property
@@ -78,9 +84,12 @@ class AttentionPlan:
     def _first_seen(self, position: int) -> int:
         return 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)
 
-    def _cache_tokens(self, sequence: Tensor | int, positions: Tensor) -> Tensor:
-        blocks = self.block_tables[sequence, positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
+    def _cache_rows(self, sequences: Tensor, positions: Tensor) -> Tensor:
+        """sequences [P, 1], positions [P, TILE] → rows of the cache seen as [tokens × N_kv, D], [P, N_kv, TILE]."""
+        blocks = self.block_tables[sequences, positions // self.block_size]
+        tokens = blocks * self.block_size + positions % self.block_size
+        heads = torch.arange(self.num_kv_heads, device=tokens.device)
+        return tokens[:, None, :] * self.num_kv_heads + heads[:, None]
 
     def _decode_tiles(self, sequences: list[int]) -> DecodeTiles:
         device = self.block_tables.device
@@ -101,9 +110,10 @@ class AttentionPlan:
         low, high = first[owners, None], last[owners, None]
         hidden = (positions < low) | (positions > high)
         # a hidden key reads the query's own token instead: never memory that the query must not see
-        tokens = self._cache_tokens(numbers[owners, None], torch.where(hidden, high, positions))
+        heads = self._cache_rows(numbers[owners, None], torch.where(hidden, high, positions))
+        hidden = hidden[:, None].expand_as(heads).contiguous()
         rows = torch.tensor([self.query_starts[sequence] for sequence in sequences], device=device)
-        return DecodeTiles(rows, owners, tokens, hidden, torch.tensor(padded, device=device).T)
+        return DecodeTiles(rows, owners, heads, hidden, torch.tensor(padded, device=device).T.contiguous())
 
     def _chunk_tiles(self, sequence: int) -> ChunkTiles:
         start, stop = self.query_starts[sequence], self.query_starts[sequence + 1]
@@ -121,9 +131,12 @@ class AttentionPlan:
         hidden = positions > queries
         if self.sliding_window is not None:
             hidden |= positions <= queries - self.sliding_window
-        lowest = self._first_seen(first)
-        tokens = self._cache_tokens(sequence, positions.clamp(lowest, end - 1))
-        return ChunkTile(first - begin, last - begin, tokens, hidden if bool(hidden.any()) else None)
+        group = self.num_heads // self.num_kv_heads
+        mask = hidden.repeat_interleave(group, 0)[None] if bool(hidden.any()) else None
+        heads = self._cache_rows(
+            torch.tensor([[sequence]], device=device), positions.clamp(self._first_seen(first), end - 1)[None]
+        )
+        return ChunkTile((first - begin) * group, (last - begin) * group, heads, mask)
 
 
 def plan_attention(
@@ -132,8 +145,11 @@ def plan_attention(
     context_lens: list[int],
     *,
     block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
     sliding_window: int | None = None,
 ) -> AttentionPlan:
     """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions."""
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
-    return AttentionPlan(block_tables, query_starts, context_lens, block_size, sliding_window)
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    return AttentionPlan(block_tables, query_starts, context_lens, block_size, num_heads, num_kv_heads, sliding_window)

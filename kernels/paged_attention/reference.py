@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.paged_attention.plan import AttentionPlan, ChunkTile, ChunkTiles, DecodeTiles
+from kernels.paged_attention.plan import AttentionPlan, ChunkTiles, DecodeTiles
 
 MAX_PAIRS = 256  # (sequence, tile) pairs of decodes that are gathered at a time: bounds the memory
 
 
-class Partial(NamedTuple):
+class _Partial(NamedTuple):
     """Softmax over some keys, not yet divided: largest score, sum of weights [..., 1] and weighted values [..., D]."""
 
     largest: Tensor
@@ -43,28 +43,29 @@ def _decode(queries: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: Deco
     group = num_heads // num_kv_heads
     grouped = queries.view(num_sequences, num_kv_heads, group, head_dim).float()
     grouped = F.pad(grouped, (0, 0, 0, _padded(group, num_kv_heads) - group))
-    partials = [
-        _decode_pairs(grouped, key_cache, value_cache, tiles, slice(first, first + MAX_PAIRS), scale)
-        for first in range(0, len(tiles.owners), MAX_PAIRS)
-    ]
-    nothing = _nothing((1, *partials[0].largest.shape[1:-1]), head_dim, queries.device)
-    pairs = Partial(*(torch.cat(parts) for parts in zip(*partials, nothing, strict=True)))
-    merged = _nothing((num_sequences, *partials[0].largest.shape[1:-1]), head_dim, queries.device)
-    for chosen in tiles.order:
-        merged = _merge(merged, Partial(*(part[chosen] for part in pairs)))
+    pairs = _decode_pairs(grouped, key_cache, value_cache, tiles, scale)
+    merged = _Partial(*(part.index_select(0, tiles.order[0]) for part in pairs))
+    for chosen in tiles.order[1:]:
+        merged = _merge(merged, _Partial(*(part.index_select(0, chosen) for part in pairs)))
     out = (merged.values / merged.weight)[:, :, :group]
     return out.reshape(queries.shape).to(queries.dtype)
 
 
 def _decode_pairs(
-    grouped: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: DecodeTiles, chosen: slice, scale: float
-) -> Partial:
-    """Partials [pairs, N_kv, rows, …] of the chosen pairs."""
-    owners, tokens, hidden = tiles.owners[chosen], tiles.tokens[chosen], tiles.hidden[chosen]
-    num_kv_heads = key_cache.shape[2]
-    keys, values = _gather(key_cache, tokens), _gather(value_cache, tokens)
-    partial = _attend(grouped[owners].flatten(0, 1), keys, values, hidden.repeat_interleave(num_kv_heads, 0), scale)
-    return Partial(*(part.unflatten(0, (-1, num_kv_heads)) for part in partial))
+    grouped: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: DecodeTiles, scale: float
+) -> _Partial:
+    """Partials [pairs + 1, N_kv, rows, …]: of every pair, and of nothing."""
+    partials = []
+    for first in range(0, len(tiles.owners), MAX_PAIRS):
+        owners, heads, hidden = (part[first : first + MAX_PAIRS] for part in (tiles.owners, tiles.heads, tiles.hidden))
+        keys, values = _gather(key_cache, heads), _gather(value_cache, heads)
+        partials.append(
+            _attend(grouped.index_select(0, owners).flatten(0, 1), keys, values, hidden.flatten(0, 1)[:, None], scale)
+        )
+    nothing = _nothing((grouped.shape[1], grouped.shape[2]), grouped.shape[3], grouped.device)
+    return _Partial(
+        *(torch.cat(parts).unflatten(0, (-1, grouped.shape[1])) for parts in zip(*partials, nothing, strict=True))
+    )
 
 
 def _chunk(queries: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: ChunkTiles, scale: float) -> Tensor:
@@ -74,42 +75,42 @@ def _chunk(queries: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: Chunk
     group = num_heads // num_kv_heads
     rows = queries.view(num_queries, num_kv_heads, group, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
     rows = rows.float()
-    merged = _nothing(rows.shape[:2], head_dim, queries.device)
+    merged = _nothing((num_kv_heads, rows.shape[1]), head_dim, queries.device)
     for tile in chunk.tiles:
-        seen = slice(tile.first * group, tile.last * group)
-        keys, values = _gather(key_cache, tile.tokens[None]), _gather(value_cache, tile.tokens[None])
-        partial = _attend_rows(rows[:, seen], keys, values, tile, scale)
-        for whole, part in zip(merged, _merge(Partial(*(part[:, seen] for part in merged)), partial), strict=True):
-            whole[:, seen] = part
+        keys, values = _gather(key_cache, tile.heads), _gather(value_cache, tile.heads)
+        partial = _attend_padded(rows[:, tile.first : tile.last], keys, values, tile.hidden, scale)
+        before = _Partial(*(part[:, tile.first : tile.last] for part in merged))
+        for whole, part in zip(before, _merge(before, partial), strict=True):
+            whole.copy_(part)
     out = (merged.values / merged.weight).unflatten(1, (num_queries, group))
     return out.transpose(0, 1).reshape(queries.shape).to(queries.dtype)
 
 
-def _attend_rows(rows: Tensor, keys: Tensor, values: Tensor, tile: ChunkTile, scale: float) -> Partial:
-    """rows [N_kv, queries × group, D]: pads them for the product and repeats the mask for each head of a group."""
+def _attend_padded(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> _Partial:
+    """``_attend`` for any number of rows [N_kv, R, D]; those that fill it up see everything."""
     num_kv_heads, num_rows, _ = rows.shape
     padding = _padded(num_rows, num_kv_heads) - num_rows
-    hidden = tile.hidden
+    if not padding:
+        return _attend(rows, keys, values, hidden, scale)
     if hidden is not None:
-        hidden = hidden.repeat_interleave(num_rows // len(hidden), 0)
-        hidden = F.pad(hidden, (0, 0, 0, padding))[None]  # padding sees all
+        hidden = F.pad(hidden, (0, 0, 0, padding))
     partial = _attend(F.pad(rows, (0, 0, 0, padding)), keys, values, hidden, scale)
-    return Partial(*(part[:, :num_rows] for part in partial))
+    return _Partial(*(part[:, :num_rows] for part in partial))
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> Partial:
-    """rows [B, R, D], keys and values [B, TILE, D], hidden [B or 1, R or nothing, TILE] → Partial [B, R, …].
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float) -> _Partial:
+    """rows [B, R, D], keys and values [B, TILE, D], hidden [B or 1, R or 1, TILE] → _Partial [B, R, …].
 
     Every row sees a key at least.
     """
     scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale)
     if hidden is not None:
-        scores.masked_fill_(hidden if hidden.dim() == 3 else hidden[:, None], float("-inf"))
+        scores.masked_fill_(hidden, float("-inf"))
     largest = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    per_row = hidden is not None and hidden.dim() == 3
-    return Partial(largest, total, _weigh_masked(weights, values, hidden) if per_row else torch.bmm(weights, values))
+    per_row = hidden is not None and hidden.shape[1] > 1
+    return _Partial(largest, total, _weigh_masked(weights, values, hidden) if per_row else torch.bmm(weights, values))
 
 
 def _weigh_masked(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
@@ -121,26 +122,23 @@ def _weigh_masked(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     return torch.bmm(weights, values.masked_fill(broken, 0.0)).masked_fill_(seen, float("nan"))
 
 
-def _merge(left: Partial, right: Partial) -> Partial:
+def _merge(left: _Partial, right: _Partial) -> _Partial:
     """Both together. With nothing on either side the other comes back bit by bit."""
     largest = torch.maximum(left.largest, right.largest)
     keep_left, keep_right = (left.largest - largest).exp_(), (right.largest - largest).exp_()
     weight = left.weight * keep_left + right.weight * keep_right
-    return Partial(largest, weight, left.values * keep_left + right.values * keep_right)
+    return _Partial(largest, weight, left.values * keep_left + right.values * keep_right)
 
 
-def _nothing(shape: tuple[int, ...], head_dim: int, device: torch.device) -> Partial:
+def _nothing(shape: tuple[int, int], head_dim: int, device: torch.device) -> _Partial:
     largest = torch.full((*shape, 1), float("-inf"), device=device)
-    return Partial(largest, torch.zeros((*shape, 1), device=device), torch.zeros((*shape, head_dim), device=device))
+    return _Partial(largest, torch.zeros((*shape, 1), device=device), torch.zeros((*shape, head_dim), device=device))
 
 
-def _gather(cache: Tensor, tokens: Tensor) -> Tensor:
-    """cache [num_blocks, block_size, N_kv, D], tokens [P, TILE] → [P × N_kv, TILE, D] fp32."""
-    num_kv_heads, head_dim = cache.shape[2:]
-    heads = torch.arange(num_kv_heads, device=cache.device)
-    index = tokens[:, None, :] * num_kv_heads + heads[:, None]
-    found = cache.view(-1, head_dim).index_select(0, index.flatten())
-    return found.view(-1, tokens.shape[1], head_dim).float()
+def _gather(cache: Tensor, heads: Tensor) -> Tensor:
+    """cache [num_blocks, block_size, N_kv, D], heads [P, N_kv, TILE] of its rows → [P × N_kv, TILE, D] fp32."""
+    head_dim = cache.shape[3]
+    return cache.view(-1, head_dim).index_select(0, heads.flatten()).view(-1, heads.shape[2], head_dim).float()
 
 
 def _padded(num_rows: int, num_matrices: int) -> int:

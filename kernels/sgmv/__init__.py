@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.sgmv import reference
-from kernels.sgmv.plan import SgmvPlan, plan_sgmv
+from kernels.sgmv.plan import RANK_MULTIPLE, SgmvPlan, plan_sgmv
 
 __all__ = ["RANK_MULTIPLE", "LoraSlice", "SgmvPlan", "plan_sgmv", "sgmv"]
-
-RANK_MULTIPLE = reference.RANK_MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 TILE_ROWS = 4  # rows of one slot that are multiplied together; fixed, so that the same kernel takes them always
+RANK_MULTIPLE = 8  # see reference.py
 _LONG_TILES = 4  # from here on a slot's tiles share its matrices without a copy
 
 
@@ -13,14 +14,23 @@ _LONG_TILES = 4  # from here on a slot's tiles share its matrices without a copy
 class Group:
     """Tiles that are multiplied in one go: all of one rank, and of one slot if that has many rows.
 
-    ``rows`` [tiles × TILE_ROWS] are row numbers, the last one of a tile repeated to fill it; ``real`` says which
-    of them count (None = all). ``slots`` [tiles], or one number for all.
+    ``rows`` [tiles × TILE_ROWS] are row numbers, a slot's last one repeated to fill its last tile; ``real`` are the
+    indices into it that count and ``targets`` = rows[real]; ``span`` is the same as a slice where they are one run
+    and only the last tile is filled up. ``only_slot`` has all tiles, if not None; ``pieces`` are the tiles' rows of
+    weights [S, R, size] seen as [S × R / RANK_MULTIPLE, RANK_MULTIPLE × size].
     """
 
     lora_rank: int
     rows: Tensor
-    real: Tensor | None
-    slots: Tensor | int
+    real: Tensor
+    targets: Tensor
+    span: slice | None
+    only_slot: int | None
+    pieces: Tensor
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.rows) // TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -32,39 +42,48 @@ class SgmvPlan:
     device: torch.device
     _groups: dict[tuple[int, ...], tuple[Group, ...]] = field(default_factory=dict)
 
-    def groups(self, lora_ranks: tuple[int, ...], multiple: int) -> tuple[Group, ...]:
-        """The tiles of the slots with a rank, for a module whose ranks by slot are ``lora_ranks``; remembered."""
-        found = self._groups.get(lora_ranks)
+    def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
+        """The tiles of the slots with a rank, for a module whose ranks by slot are ``lora_ranks`` in weights
+        [S, num_ranks, size]; remembered."""
+        found = self._groups.get((num_ranks, *lora_ranks))
         if found is None:
-            found = self._groups[lora_ranks] = tuple(self._make_groups(lora_ranks, multiple))
+            found = self._groups[num_ranks, *lora_ranks] = tuple(self._make_groups(lora_ranks, num_ranks))
         return found
 
-    def _make_groups(self, lora_ranks: tuple[int, ...], multiple: int) -> list[Group]:
+    def _make_groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> list[Group]:
         groups: list[Group] = []
         short: dict[int, list[int]] = {}
         for slot, rows in self.rows_of_slot.items():
             if not lora_ranks[slot]:
                 continue
-            lora_rank = -(-lora_ranks[slot] // multiple) * multiple
+            lora_rank = -(-lora_ranks[slot] // RANK_MULTIPLE) * RANK_MULTIPLE
             if len(rows) > _LONG_TILES * TILE_ROWS:
-                groups.append(self._group(lora_rank, [slot], slot))
+                groups.append(self._group(lora_rank, num_ranks, [slot]))
             else:
                 short.setdefault(lora_rank, []).append(slot)
-        return groups + [self._group(lora_rank, slots, None) for lora_rank, slots in short.items()]
+        return groups + [self._group(lora_rank, num_ranks, slots) for lora_rank, slots in short.items()]
 
-    def _group(self, lora_rank: int, slots: list[int], only_slot: int | None) -> Group:
+    def _group(self, lora_rank: int, num_ranks: int, slots: list[int]) -> Group:
         rows: list[int] = []
-        real: list[bool] = []
+        real: list[int] = []
         slot_of_tile: list[int] = []
         for slot in slots:
             own = self.rows_of_slot[slot]
             padding = -len(own) % TILE_ROWS
+            real += range(len(rows), len(rows) + len(own))
             rows += own + own[-1:] * padding
-            real += [True] * len(own) + [False] * padding
             slot_of_tile += [slot] * ((len(own) + padding) // TILE_ROWS)
-        kept = None if all(real) else torch.tensor(real, device=self.device).nonzero().squeeze(-1)
-        where = torch.tensor(slot_of_tile, device=self.device) if only_slot is None else only_slot
-        return Group(lora_rank, torch.tensor(rows, device=self.device), kept, where)
+        every, kept, of_tile = (torch.tensor(numbers, device=self.device) for numbers in (rows, real, slot_of_tile))
+        steps = torch.arange(lora_rank // RANK_MULTIPLE, device=self.device)
+        pieces = (of_tile[:, None] * (num_ranks // RANK_MULTIPLE) + steps).flatten()
+        only_slot = slots[0] if len(slots) == 1 else None
+        return Group(lora_rank, every, kept, every[kept], _span(rows, real), only_slot, pieces)
+
+
+def _span(rows: list[int], real: list[int]) -> slice | None:
+    first, count = rows[0], len(real)
+    one_run = real[-1] + 1 == count and rows[:count] == list(range(first, first + count))
+    return slice(first, first + count) if one_run else None
 
 
 def plan_sgmv(row_slots: list[int], device: torch.device) -> SgmvPlan:

@@ -13,38 +13,43 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.sgmv.plan import TILE_ROWS, Group, SgmvPlan
+from kernels.sgmv.plan import RANK_MULTIPLE, TILE_ROWS, Group, SgmvPlan
 
 if TYPE_CHECKING:
     from kernels.sgmv import LoraSlice
-
-RANK_MULTIPLE = 8
 
 
 def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
     gathered: dict[int, Tensor] = {}
     for part in slices:
-        for group in plan.groups(part.lora_ranks, RANK_MULTIPLE):
+        columns = y[:, part.start : part.start + part.b.shape[2]]
+        for group in plan.groups(part.lora_ranks, part.a.shape[1]):
             if id(group) not in gathered:  # packed slices mostly share their groups
-                gathered[id(group)] = x[group.rows].unflatten(0, (-1, TILE_ROWS)).float()
-            delta = torch.bmm(_shrink(gathered[id(group)], part.a, group), _chosen(part.b, group)).flatten(0, 1)
-            _add(y[:, part.start : part.start + part.b.shape[2]], delta, group)
+                gathered[id(group)] = _tiles(x, group)
+            low = torch.bmm(gathered[id(group)], _chosen(part.a, group).transpose(1, 2))
+            _add(columns, torch.bmm(low, _chosen(part.b, group)).flatten(0, 1), group)
 
 
-def _shrink(tiles: Tensor, a: Tensor, group: Group) -> Tensor:
-    return torch.bmm(tiles, _chosen(a, group).transpose(1, 2))
+def _tiles(x: Tensor, group: Group) -> Tensor:
+    """[tiles, TILE_ROWS, in] fp32."""
+    aligned = group.span is not None and len(group.real) == len(group.rows)
+    rows = x[group.span] if aligned else x.index_select(0, group.rows)
+    return rows.unflatten(0, (-1, TILE_ROWS)).float()
 
 
 def _chosen(weights: Tensor, group: Group) -> Tensor:
     """weights [S, R, size] → [tiles, group.lora_rank, size] fp32; one slot's without a copy for each tile."""
-    ranked = weights[:, : group.lora_rank]
-    if isinstance(group.slots, int):
-        return ranked[group.slots].float().expand(len(group.rows) // TILE_ROWS, -1, -1)
-    return ranked[group.slots].float()
+    size = weights.shape[2]
+    if group.only_slot is not None:
+        return weights[group.only_slot, : group.lora_rank].float().expand(group.num_tiles, -1, -1)
+    found = weights.view(-1, RANK_MULTIPLE * size).index_select(0, group.pieces)
+    return found.view(-1, group.lora_rank, size).float()
 
 
 def _add(y: Tensor, delta: Tensor, group: Group) -> None:
-    rows = group.rows
-    if group.real is not None:
-        rows, delta = rows[group.real], delta[group.real]
-    y[rows] = (y[rows].float() + delta).to(y.dtype)
+    if group.span is not None:  # one run: what fills the last tile stands behind it
+        y[group.span] += delta[: len(group.real)]
+        return
+    if len(group.real) < len(group.rows):
+        delta = delta.index_select(0, group.real)
+    y.index_copy_(0, group.targets, (y.index_select(0, group.targets) + delta).to(y.dtype))
