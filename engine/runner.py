@@ -55,7 +55,7 @@ class Runner:
 
     @torch.inference_mode()
     def load_slot(self, slot: int, weights: AdapterWeights) -> None:
-        """Replaces what ``slot`` holds. Raises ValueError for an adapter that does not fit the model or the slots."""
+        """Replaces what ``slot`` holds. Raises InvalidAdapter for one that does not fit the model or the slots."""
         self._slots.load_slot(slot, weights)
 
     @torch.inference_mode()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.errors import InvalidAdapter
 from engine.models.config import ModelConfig, module_sizes
 from engine.weights.adapter import AdapterWeights, LoraPair
 from kernels.linear import LinearWeight, linear
@@ -30,7 +31,7 @@ class LoraSlots:
         self._slices: dict[tuple[int, tuple[str, ...]], list[LoraSlice]] = {}
 
     def load_slot(self, slot: int, weights: AdapterWeights) -> None:
-        """Copies an adapter into ``slot``, which is cleared before. Raises ValueError for a pair that fits nowhere;
+        """Copies an adapter into ``slot``, which is cleared before. Raises InvalidAdapter for a pair that fits nowhere;
         the slot is empty then."""
         self.clear_slot(slot)
         for (layer, module), pair in weights.pairs.items():
@@ -65,13 +66,14 @@ class LoraSlots:
 
     def _check(self, layer: int, module: str, pair: LoraPair) -> None:
         if not 0 <= layer < self._num_layers or module not in self._sizes:
-            raise ValueError(f"the model has no {module} in layer {layer}")
+            raise InvalidAdapter(f"the model has no {module} in layer {layer}")
         num_in, num_out = self._sizes[module]
         lora_rank = pair.a.shape[0]
         if pair.a.shape != (lora_rank, num_in) or pair.b.shape != (num_out, lora_rank):
-            raise ValueError(f"layer {layer} {module}: A {tuple(pair.a.shape)} and B {tuple(pair.b.shape)} do not fit")
+            shapes = f"A {tuple(pair.a.shape)} and B {tuple(pair.b.shape)}"
+            raise InvalidAdapter(f"layer {layer} {module}: {shapes} do not fit")
         if not 0 < lora_rank <= self.max_lora_rank:
-            raise ValueError(f"layer {layer} {module}: rank {lora_rank}, allowed are 1 to {self.max_lora_rank}")
+            raise InvalidAdapter(f"layer {layer} {module}: rank {lora_rank}, allowed are 1 to {self.max_lora_rank}")
 
     def _load_pair(self, slot: int, layer: int, module: str, pair: LoraPair) -> None:
         a, b = self._pair(layer, module)
