@@ -161,6 +161,7 @@ class Child:
             line = raw.decode(errors="replace").rstrip()
             if self.command.ready_text in line:
                 self._state.was_ready = True
+                self._state.last_lines.clear()
                 self._ready.set()
             elif self.command.quiet:
                 self._state.last_lines.append(line)

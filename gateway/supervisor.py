@@ -48,6 +48,7 @@ class Model:
 
 def serve(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT and then drains. Raises CannotStart."""
+    os.umask(0o077)  # nothing that we or our children keep is for others
     prepare_folders(settings)
     models = find_models(settings)
     with contextlib.ExitStack() as stack:
