@@ -82,10 +82,12 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     """A bound, listening TCP socket. Raises CannotStart."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)
+        with contextlib.ExitStack() as on_failure:
+            bound = on_failure.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen(BACKLOG)
+            on_failure.pop_all()
     except OSError as error:
         raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): choose another {option}") from error
     bound.setblocking(False)
