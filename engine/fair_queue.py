@@ -7,6 +7,7 @@ idle time is no credit. Charges are never given back.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 
 from engine.sequence import CLASS_RANK, Sequence
@@ -237,6 +238,11 @@ class FairQueue:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def num_members(self) -> int:
+        """Sequences that joined and have not left."""
+        return len(self._members)
+
     def join(self, sequence: Sequence) -> None:
         flow = sequence.request.submit.flow
         members = (
@@ -287,6 +293,13 @@ class FairQueue:
         in_class, in_flow = self._members[sequence.seq_id]
         self._flows[in_class.key].charge(in_flow, num_tokens)
         self._classes.charge(in_class, num_tokens)
+
+    def charge_each(self, sequences: list[Sequence]) -> None:
+        """Each of them is served one token: as ``charge``, once a flow."""
+        tokens = Counter(self._members[sequence.seq_id] for sequence in sequences)
+        for (in_class, in_flow), num_tokens in tokens.items():
+            self._flows[in_class.key].charge(in_flow, num_tokens)
+            self._classes.charge(in_class, num_tokens)
 
     def check_invariants(self) -> None:
         assert self._length == sum(len(line) for line in self._lines.values())

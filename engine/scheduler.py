@@ -57,8 +57,7 @@ class _Draft:
         self.preempted: list[Sequence] = []
         self.exhausted: list[Sequence] = []
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
+    def add(self, sequence: Sequence, start: int, num_tokens: int) -> None:
         samples = start + num_tokens == len(sequence.token_ids) and sequence.limit > 0
         scores = start < sequence.num_prompt_tokens - 1 and sequence.wants_scores
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores))
@@ -106,16 +105,14 @@ class Scheduler:
         """The next step: decodes, then prefill of what runs, then whose turn it is. Takes blocks and slots;
         ``exhausted`` sequences are finished already."""
         draft = _Draft(self.config.max_step_tokens)
-        self._plan_decodes(draft)
-        self._plan_prefills(draft)
-        if not draft.preempted:  # who gave way must not take the blocks back in the same step
-            self._admit_waiting(draft)
+        self._plan_prefills(self._plan_decodes(draft), draft)
+        self._admit_waiting(draft)
         num_tokens = self.config.max_step_tokens - draft.budget
         return StepPlan(tuple(draft.chunks), tuple(draft.preempted), num_tokens, tuple(draft.exhausted))
 
     def commit(self, plan: StepPlan) -> None:
         """The plan has run: its tokens are computed, full blocks can be found, followers may start."""
-        block_size = self.config.block_size
+        block_size, has_followers = self.config.block_size, self.waiting.has_followers
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence.adapter_slot >= 0:
@@ -124,7 +121,7 @@ class Scheduler:
             end = sequence.num_computed_tokens = chunk.start + chunk.num_tokens
             if end // block_size > sequence.num_published_blocks:
                 self.cache.publish(sequence)
-            if self.waiting.has_followers and end >= sequence.num_prompt_tokens:
+            if has_followers and end >= sequence.num_prompt_tokens:
                 self.waiting.free_followers(sequence)
 
     def check_invariants(self) -> None:
@@ -143,6 +140,7 @@ class Scheduler:
         elsewhere = list(self.waiting.sequences())
         assert all(not sequence.block_table and sequence.adapter_slot < 0 for sequence in elsewhere)
         assert len(elsewhere) + len(self.waiting.queue) == sum(self.waiting.num_sequences.values())
+        assert self.waiting.queue.num_members == len(self.waiting.queue) + len(self.running), "work is counted wrongly"
 
     def _check_running(self, sequence: Sequence) -> None:
         assert sequence.status is SequenceStatus.RUNNING
@@ -155,23 +153,38 @@ class Scheduler:
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: _Draft) -> list[Sequence]:
+        """Plans all that lack one token only; gives those that lack more. (Runs for every running sequence in every
+        step: no calls that can be spared.)"""
+        prefills: list[Sequence] = []
+        charged: list[Sequence] = []
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            if sequence.num_remaining_tokens > 1:
-                index += 1
+            start = sequence.num_computed_tokens
+            if len(sequence.token_ids) - start > 1:
+                prefills.append(sequence)
             elif self._has_next_block(sequence, draft):
-                draft.add(sequence, 1)
-                self._charge(sequence)
-                index += 1  # otherwise it left the list
+                draft.add(sequence, start, 1)
+                if sequence.num_charged_tokens <= start:
+                    sequence.num_charged_tokens = start + 1
+                    charged.append(sequence)
+            else:
+                continue  # it left the list
+            index += 1
+        self.waiting.queue.charge_each(charged)
+        return prefills
 
-    def _plan_prefills(self, draft: _Draft) -> None:
-        for sequence in self.running:
+    def _plan_prefills(self, prefills: list[Sequence], draft: _Draft) -> None:
+        for sequence in prefills:
             if draft.budget == 0:
                 return
-            if sequence.num_remaining_tokens > 1:
-                draft.add(sequence, min(sequence.num_remaining_tokens, draft.budget))
+            if sequence.status is SequenceStatus.RUNNING:  # none of those that gave way meanwhile
+                self._plan_prefill(sequence, draft)
+
+    def _plan_prefill(self, sequence: Sequence, draft: _Draft) -> None:
+        start = sequence.num_computed_tokens
+        draft.add(sequence, start, min(len(sequence.token_ids) - start, draft.budget))
 
     def _admit_waiting(self, draft: _Draft) -> None:
         passed: list[Sequence] = []
@@ -213,7 +226,7 @@ class Scheduler:
         if needed + len(self.running) > self.pool.num_available:  # each running one's next block is kept for it
             return False
         self._start(sequence, found, num_blocks)
-        draft.add(sequence, min(sequence.num_remaining_tokens, draft.budget))
+        self._plan_prefill(sequence, draft)
         return True
 
     def _start(self, sequence: Sequence, found: list[int], num_blocks: int) -> None:

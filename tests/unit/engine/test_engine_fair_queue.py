@@ -216,6 +216,24 @@ def test_who_is_ahead_and_goes_away_for_a_moment_comes_back_as_far_ahead():
     assert server.served["other"] == 100
 
 
+def test_a_newcomer_does_not_pay_for_somebody_who_ran_ahead_and_left():
+    server = Server()
+    for _ in range(300):
+        server.arrive("other")
+    ahead = server.arrive("ahead")
+    while "ahead" not in server.order:
+        server.start()
+    server.charge(ahead, 1_000)
+    server.queue.leave(ahead)
+
+    for _ in range(100):
+        server.arrive("newcomer")
+    server.served.clear()
+    server.serve(100)
+
+    assert abs(server.served["newcomer"] - server.served["other"]) <= 1
+
+
 def test_nobody_starves_behind_a_stream_of_arrivals():
     server = Server()
     for _ in range(3):
@@ -356,3 +374,20 @@ def test_through_the_engine_backlogged_classes_share_their_tokens():
     assert total > 700
     for flow_class, share in (("interactive", 8), ("standard", 4), ("batch", 1)):
         assert abs(tokens[flow_class] - total * share / 13) <= 16, tokens
+
+
+def test_through_the_engine_a_flow_with_long_outputs_has_no_more_tokens_than_one_with_short_ones():
+    engine, runner = make_engine(max_running=2, max_step_tokens=16)
+    driver = Driver(engine)
+    for number in range(150):
+        driver.add(submit(f"talks {number}", [1 + number % 50, 2, 3, 4], 24, flow="talks", ignore_eos=True))
+        driver.add(submit(f"brief {number}", [1 + number % 50, 2, 3, 4], 2, flow="brief", ignore_eos=True))
+
+    for _ in range(300):  # both have a backlog all the time
+        driver.step()
+
+    tokens: Counter[str] = Counter()
+    for plan in runner.plans:
+        for chunk in plan.chunks:
+            tokens[chunk.sequence.request.submit.flow.key] += chunk.num_tokens
+    assert abs(tokens["talks"] - tokens["brief"]) <= 2 * 2 * (4 + 24), tokens

@@ -5,7 +5,7 @@ from arithmetic_peer import ArithmeticRunner, Driver, Outcome, expected_output, 
 
 from engine.engine import Engine
 from engine.errors import TooLong
-from engine.sequence import SequenceStatus
+from engine.sequence import Request, Sequence, SequenceStatus
 
 Started = tuple[Engine, ArithmeticRunner, Driver]
 
@@ -82,6 +82,10 @@ def test_the_youngest_of_the_lowest_class_gives_way_and_is_as_its_solo_run():
     assert "interactive old" not in preempted
     assert engine.scheduler.num_preemptions == len(preempted) > 1
     assert_solo(driver, prompts, 20)
+    for outcome in driver.outcomes.values():  # what a resumed one finds of its own isn't reported as cached
+        assert outcome.finished
+        assert outcome.finished.usage.cached_tokens == 0
+    assert engine.scheduler.pool.num_reused > 0
 
 
 def test_a_preempted_sequence_is_resumed_before_later_arrivals_of_its_flow():
@@ -90,7 +94,7 @@ def test_a_preempted_sequence_is_resumed_before_later_arrivals_of_its_flow():
     add(driver, "young", 9, 16)
     while not engine.scheduler.num_preemptions:
         driver.step()
-    add(driver, "late", 9, 4)
+    add(driver, "late", 2, 4)  # small enough to fit before it
 
     driver.run()
 
@@ -99,17 +103,16 @@ def test_a_preempted_sequence_is_resumed_before_later_arrivals_of_its_flow():
     assert begun.index("young") < begun.index("late")
 
 
-def test_who_gave_way_often_is_spared_though_the_higher_class_keeps_coming():
-    engine, _, driver = start(num_blocks=12, max_running=4)
-    add(driver, "batch", 9, 12, flow_class="batch")
+def test_who_gave_way_twice_is_spared_though_a_higher_class_keeps_coming():
+    _, runner, driver = start(num_blocks=14, max_running=4)
+    add(driver, "batch", 9, 40, flow_class="batch")
     for number in range(60):
-        add(driver, f"i{number}", 9, 12, flow_class="interactive", flow=f"f{number % 3}")
+        add(driver, f"i{number}", 9, 14, flow_class="interactive", flow=f"f{number % 3}")
 
     driver.run()
 
-    finished = sorted(driver.outcomes, key=lambda name: driver.outcomes[name].finished_step)
-    assert finished.index("batch") < 20
-    assert engine.scheduler.num_preemptions > 0
+    preempted = [sequence.request.request_id for plan in runner.plans for sequence in plan.preempted]
+    assert 1 <= preempted.count("batch") <= 2
 
 
 def test_one_that_fills_the_pool_alone_ends_with_length():
@@ -160,6 +163,20 @@ def test_choices_that_share_the_whole_pool_all_end():
 
     assert set(driver.outcomes["r"].reasons.values()) == {"length"}
     assert engine.scheduler.pool.num_used == 0
+
+
+def test_one_that_no_waiting_would_help_ends_with_length():
+    """Nobody is known to come to this; whoever does must not hold back the others for ever."""
+    engine, _, driver = start(num_blocks=4)
+    request = Request(submit("grown", [1] * 17, 5), engine._clock())
+    request.sequences = [Sequence(99, request, 0, [1] * 17, 0)]
+    engine.scheduler.add(request.sequences)
+
+    plan = engine.scheduler.schedule()
+
+    assert plan.exhausted == tuple(request.sequences)
+    assert not engine.has_work
+    assert driver.outcomes == {}
 
 
 def test_small_ones_pass_a_head_that_does_not_fit():
