@@ -14,7 +14,7 @@ def rows(served: Served, label: str) -> list[tuple]:
     """Receipts by the client's own label: outcome, prompt, output tokens, price."""
     with sqlite3.connect(f"file:{served.home / 'tenora.db'}?mode=ro", uri=True) as db:
         return db.execute(
-            "SELECT outcome, prompt_tokens, output_tokens, price_picousd FROM request_record WHERE client_label = ?",
+            "SELECT outcome, prompt_tokens, output_tokens, price_picousd FROM request_record WHERE label = ?",
             (label,),
         ).fetchall()
 
@@ -53,7 +53,7 @@ def test_a_streaming_client_that_leaves_stops_generation_and_pays_for_what_came(
         seen += connection.recv(65536)
     connection.close()
 
-    eventually(lambda: idle(served), timeout_s=2)
+    eventually(lambda: idle(served))
     ((outcome, prompt_tokens, output_tokens, price),) = eventually(lambda: rows(served, "leaver-a"))
 
     assert outcome == 499
@@ -66,19 +66,16 @@ def test_a_streaming_client_that_leaves_stops_generation_and_pays_for_what_came(
 
 def test_a_waiting_client_that_leaves_is_seen_too(served: Served):
     key = served.new_tenant("leaves-waiting")
-    before = served.metric("tenora_batch_tokens", phase="decode")
     connection = post_raw(served, key, "leaver-b", body_of(200, stream=False))
-    eventually(lambda: served.metric("vllm:num_requests_running") > 0 and used_blocks(served) > 0, 20)
-    eventually(lambda: used_blocks(served) >= 1)
+    eventually(lambda: used_blocks(served) > 0, 20)
     connection.close()
 
-    eventually(lambda: idle(served), timeout_s=3)
+    eventually(lambda: idle(served))
     ((outcome, _, output_tokens, price),) = eventually(lambda: rows(served, "leaver-b"))
 
     assert outcome == 499
     assert output_tokens < 190
     assert (price > 0) == (output_tokens > 0)
-    assert before >= 0
 
 
 def test_a_client_that_leaves_the_queue_is_charged_nothing(served: Served):

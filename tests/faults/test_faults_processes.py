@@ -76,7 +76,7 @@ def engine_is_idle(served: Served) -> bool:
 def lost_rows(served: Served, label: str) -> list[tuple]:
     return sql(
         served,
-        "SELECT client_label, outcome, price_picousd, output_tokens FROM request_record WHERE client_label LIKE ?",
+        "SELECT label, outcome, price_picousd, output_tokens FROM request_record WHERE label LIKE ?",
         f"{label}-%",
     )
 
@@ -93,15 +93,14 @@ def test_a_gateway_killed_mid_stream_loses_its_streams_once_and_unbilled(served:
     texts = streams.results()
 
     assert all("[DONE]" not in text for text in texts)
-    eventually(
-        lambda: len(served.gateways()) == 2 and not {g.pid for g in gateways} & {g.pid for g in served.gateways()}
-    )
+    killed = {gateway.pid for gateway in gateways}
+    eventually(lambda: len(served.gateways()) == 2 and not killed & {gateway.pid for gateway in served.gateways()})
     rows = eventually(lambda: len(found := lost_rows(served, "gk")) == 8 and found, 20)
     assert {(outcome, price) for _, outcome, price, _ in rows} == {(0, 0)}
-    assert len({label for label, *_ in rows}) == 8
+    assert len({name for name, *_ in rows}) == 8
     assert all(tokens > 0 for *_, tokens in rows)
     assert sql(served, "SELECT count(*) FROM ledger_entry JOIN request_record USING (request_id)"
-                       " WHERE client_label LIKE 'gk-%' AND ledger_entry.amount_picousd != 0") == [(0,)]  # fmt: skip
+                       " WHERE label LIKE 'gk-%' AND ledger_entry.amount_picousd != 0") == [(0,)]  # fmt: skip
     eventually(lambda: engine_is_idle(served))
     next_request_works(served, key)
 
