@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.errors import invalid
+from gateway.errors import ApiError, invalid
 from gateway.schemas import Message
 from gateway.tokenizer import ModelTokenizer
 
@@ -53,7 +53,9 @@ class ChatTemplate:
                 size += len(piece)
                 if size > MAX_RENDERED_CHARS:
                     raise invalid("The rendered messages are too long.", "messages")
-        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except ApiError:
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is about these messages
             reason = error.message if isinstance(error, TemplateError) else type(error).__name__
             raise invalid(f"The model's chat template refuses these messages: {reason}", "messages") from None
         return "".join(pieces)

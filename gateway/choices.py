@@ -10,7 +10,8 @@ from gateway.tokenizer import ModelTokenizer
 class StopFinder:
     """Passes text on until a stop string: that and all after it is dropped, wherever the pieces were cut.
 
-    Held back is only the end of the text that may be the beginning of a stop string.
+    Of several the one that is complete first counts, of those that end together the longest. Held back is only
+    the end of the text that may be the beginning of a stop string.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -24,10 +25,10 @@ class StopFinder:
         if not self._stops:
             return text
         held = self._held + text
-        at = min((i for i in (held.find(stop) for stop in self._stops) if i >= 0), default=-1)
-        if at >= 0:
+        ends = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return held[:at]
+            return held[: min(ends)[1]]
         keep = self._possible_start(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]

@@ -29,7 +29,7 @@ from tenants import keys
 from tenants.pricing import default_prices
 from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
-from tests.stores import valkey_server
+from tests.stores import ValkeyServer, valkey_server
 from tests.tiny import tiny_config, write_hf_dir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,7 +76,8 @@ class EngineProcess:
         self.process.stdout.close()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        """However it stands."""
+        if self.process is not None and self.process.stdout is not None and not self.process.stdout.closed:
             self.kill()
 
 
@@ -90,6 +91,7 @@ class House:
     parts: Parts = None  # type: ignore[assignment]
     loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]
     tenants: dict[str, str] = field(default_factory=dict)  # api key → tenant id
+    valkey: ValkeyServer = None  # type: ignore[assignment]
 
     @property
     def url(self) -> str:
@@ -148,7 +150,7 @@ def running_house(folder: Path, *engine_options: str, context_tokens: int = 128)
             redis_url=valkey.url,
             engines=(EngineAddress("tiny", str(engine.socket_path)),),
         )
-        house = House(settings, engine)
+        house = House(settings, engine, valkey=valkey)
         engine.start()
         stop = threading.Event()
         up = threading.Event()
