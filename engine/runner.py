@@ -31,8 +31,8 @@ class Runner:
         self.model_info = ModelInfo(model.config.vocab_size, model.config.eos_token_ids)
         self._model = model
         self._block_size = config.block_size
-        self._kv = KVCache(model.config, config.num_blocks, config.block_size, model.embedding)
-        self._slots = LoraSlots(model.config, config.adapter_slots, config.max_lora_rank, model.embedding)
+        self.kv = KVCache(model.config, config.num_blocks, config.block_size, model.embedding)
+        self.slots = LoraSlots(model.config, config.adapter_slots, config.max_lora_rank, model.embedding)
         self._sampler = Sampler(model.config.eos_token_ids)
 
     @property
@@ -44,7 +44,7 @@ class Runner:
     def run(self, plan: StepPlan) -> list[ChunkResult]:
         """Computes the plan; results stand in the order of ``plan.chunks``."""
         batch = build_batch(plan, self._block_size, self._model.config.attention, self._model.embedding.device)
-        hidden = self._model.forward(batch, self._kv, self._slots)
+        hidden = self._model.forward(batch, self.kv, self.slots)
         sampled = iter(self._sample(plan, batch, hidden))
         results = []
         for chunk, start in zip(plan.chunks, batch.attention.query_starts[:-1], strict=True):
@@ -56,12 +56,12 @@ class Runner:
     @torch.inference_mode()
     def load_slot(self, slot: int, weights: AdapterWeights) -> None:
         """Replaces what ``slot`` holds. Raises InvalidAdapter for one that does not fit the model or the slots."""
-        self._slots.load_slot(slot, weights)
+        self.slots.load_slot(slot, weights)
 
     @torch.inference_mode()
     def clear_slot(self, slot: int) -> None:
         """Zeroes ``slot``."""
-        self._slots.clear_slot(slot)
+        self.slots.clear_slot(slot)
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[Sampled]:
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]

@@ -9,6 +9,8 @@ from typing import Any
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+FAMILIES = ("llama", "mistral")  # values of model_type; decoder.py has the parts of each
+
 
 class UnsupportedConfig(ValueError):
     """The configuration asks for something that the decoder does not compute; the message names it."""
@@ -101,6 +103,8 @@ def dtype_name(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unknown_choices(raw: dict[str, Any]) -> None:
+    if _required(raw, "model_type") not in FAMILIES:
+        raise UnsupportedConfig(f"model_type {raw['model_type']!r}: computed are {', '.join(FAMILIES)}")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedConfig(f"hidden_act {raw['hidden_act']!r}: only silu is computed")
     if raw.get("mlp_bias"):

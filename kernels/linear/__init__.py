@@ -18,24 +18,22 @@ class LinearWeight:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_size, self.in_size = weight.shape
         self.bias = bias
-        self.packed: Tensor | None = None
-        self._weight: Tensor | None = weight
-        if _may_be_packed(weight) and _packed_is_exact(self.in_size, self.out_size, torch.get_num_threads()):
-            self.packed, self._weight = onednn.pack(weight), None
+        exact = _may_be_packed(weight) and _packed_is_exact(self.in_size, self.out_size, torch.get_num_threads())
+        self.is_packed = exact
+        self.data = onednn.pack(weight) if exact else weight
 
     @property
     def weight(self) -> Tensor:
         """The plain weight [out, in]: a copy when it is packed."""
-        return onednn.unpack(self.packed) if self._weight is None else self._weight
+        return onednn.unpack(self.data) if self.is_packed else self.data
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """x [T, in] → [T, out] in x's dtype. On a CPU a row's bits depend on that row and the weight only: neither on
     T nor on the number of threads."""
     assert x.shape[-1] == weight.in_size, (x.shape, weight.in_size)
-    if weight.packed is not None:
-        return onednn.linear(x, weight.packed, weight.bias)
-    return reference.linear(x, weight.weight, weight.bias)
+    compute = onednn.linear if weight.is_packed else reference.linear
+    return compute(x, weight.data, weight.bias)
 
 
 def _may_be_packed(weight: Tensor) -> bool:

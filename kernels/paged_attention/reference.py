@@ -109,8 +109,9 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, s
     largest = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(largest).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    per_row = hidden is not None and hidden.shape[1] > 1
-    return _Partial(largest, total, _weigh_masked(weights, values, hidden) if per_row else torch.bmm(weights, values))
+    if hidden is None or hidden.shape[1] == 1:  # one mask for all rows: what it hides was not gathered
+        return _Partial(largest, total, torch.bmm(weights, values))
+    return _Partial(largest, total, _weigh_masked(weights, values, hidden))
 
 
 def _weigh_masked(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""kernels/rms_norm, rope and store_kv."""
+
+import pytest
+import torch
+
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope, rope_table
+from kernels.store_kv import store_kv
+from kernels.testing import NAN, assert_matches_reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_divides_by_the_root_mean_square(dtype):
+    x, weight = random(7, 32, dtype=dtype), random(32, seed=1, dtype=dtype)
+
+    out = rms_norm(x, weight, 1e-5)
+
+    wide = x.double()
+    assert_matches_reference(out, wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [32, 576])
+def test_rms_norm_rows_are_equal_for_any_number_of_rows(size: int, dtype):
+    x, weight = random(304, size, dtype=dtype), random(size, seed=1, dtype=dtype)
+    whole = rms_norm(x, weight, 1e-5)
+
+    assert all(torch.equal(rms_norm(x[3 : 3 + n], weight, 1e-5), whole[3 : 3 + n]) for n in range(1, 301))
+
+
+def table_of(head_dim: int, num_positions: int = 600) -> torch.Tensor:
+    return rope_table(1.0 / 10_000.0 ** (torch.arange(0, head_dim, 2) / head_dim), num_positions)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_turns_each_pair_by_position_times_frequency(dtype):
+    heads, positions = random(5, 6, 8, dtype=dtype), torch.tensor([0, 1, 7, 7, 599])
+
+    out = rope(heads, positions, table_of(8))
+
+    angles = positions.double()[:, None] / 10_000.0 ** (torch.arange(0, 8, 2).double() / 8)
+    turned = torch.view_as_complex(torch.stack((heads[..., :4], heads[..., 4:]), -1).double().contiguous())
+    turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.cat((turned.real, turned.imag), -1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_rope_leaves_position_0_and_its_input_alone():
+    heads = random(3, 2, 8)
+    before = heads.clone()
+
+    assert torch.equal(rope(heads, torch.zeros(3, dtype=torch.int64), table_of(8)), heads)
+    rope(heads, torch.tensor([4, 5, 6]), table_of(8))
+    assert torch.equal(heads, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_rows_are_equal_for_any_number_of_rows(dtype):
+    heads, table = random(304, 12, 64, dtype=dtype), table_of(64)
+    positions = torch.arange(304)
+    whole = rope(heads, positions, table)
+
+    for count in range(1, 301):
+        some = slice(3, 3 + count)
+        assert torch.equal(rope(heads[some], positions[some], table), whole[some])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_store_kv_writes_the_named_slots_and_nothing_else(dtype):
+    keys, values = random(3, 2, 8, dtype=dtype), random(3, 2, 8, seed=1, dtype=dtype)
+    caches = [torch.full((5, 4, 2, 8), NAN, dtype=dtype) for _ in range(2)]
+
+    store_kv(keys, values, *caches, torch.tensor([13, 2, 19]))
+
+    for new, cache in zip((keys, values), caches, strict=True):
+        flat = cache.view(20, 2, 8)
+        assert torch.equal(flat[[13, 2, 19]], new)
+        assert flat[[slot for slot in range(20) if slot not in (13, 2, 19)]].isnan().all()
