@@ -74,6 +74,19 @@ def test_a_long_run_of_one_adapter_has_the_bits_of_single_rows(sizes):
             assert torch.equal(apply(y[:count], x[:count], slices, [slot] * count), alone[:count]), (slot, count)
 
 
+@pytest.mark.parametrize("slots", [[0, 1], [0, 1, 4], [0, 0, 1, 1, 1, 4], [4, 1, 0]], ids=str)
+def test_neighbouring_rows_of_other_adapters_do_not_mix(slots: list[int]):
+    """Slots of equal rounded rank share a product, each with rows that fill up its tile."""
+    a, b = lora_memory(LORA_RANKS, 32, 64)
+    slices = [LoraSlice(a, b, LORA_RANKS)]
+    x, y = rows_of(len(slots), 32, torch.float32), rows_of(len(slots), 64, torch.float32, seed=1)
+
+    together = apply(y, x, slices, slots)
+
+    alone = [apply(y[i : i + 1], x[i : i + 1], slices, [slot]) for i, slot in enumerate(slots)]
+    assert torch.equal(together, torch.cat(alone))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_base_rows_are_left_alone_bit_by_bit(dtype):
     a, b = lora_memory(LORA_RANKS, 32, 64, dtype)
