@@ -11,18 +11,19 @@ TILE = 128  # keys that are scored together; a multiple fixed for all, since it 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Every (sequence, tile) pair of the sequences with one query. Pairs of a sequence are merged in tile order.
+    """Every (sequence, tile) pair of the N sequences with one query, those with the most tiles first.
 
-    ``rows`` [N] are their query rows, ``owners`` [P] the sequence of each pair, ``heads`` [P, N_kv, TILE] cache
-    rows (token × N_kv + head), ``hidden`` [P, N_kv, TILE] which of them are not seen; ``order`` [most tiles of
-    one, N] holds pairs, P = none.
+    Pairs stand tile by tile: the first ``counts[0]`` = N are each sequence's first tile, then come the second tiles
+    of the first ``counts[1]`` sequences, and so on. ``rows`` [N] are the query rows, ``owners`` [P] the sequence of
+    each pair, ``heads`` [P, N_kv, TILE] cache rows (token × N_kv + head), ``hidden`` [P × N_kv, 1, TILE] which of
+    them are not seen.
     """
 
     rows: Tensor
+    counts: list[int]
     owners: Tensor
     heads: Tensor
     hidden: Tensor
-    order: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,27 +94,26 @@ class AttentionPlan:
 
     def _decode_tiles(self, sequences: list[int]) -> DecodeTiles:
         device = self.block_tables.device
-        pairs: list[tuple[int, int]] = []  # (index into sequences, tile)
-        order: list[list[int]] = []
-        for index, sequence in enumerate(sequences):
-            position = self.context_lens[sequence] - 1
-            tiles = range(self._first_seen(position) // TILE, position // TILE + 1)
-            order.append(list(range(len(pairs), len(pairs) + len(tiles))))
-            pairs += [(index, tile) for tile in tiles]
-        most = max(map(len, order))
-        padded = [ids + [len(pairs)] * (most - len(ids)) for ids in order]
-        owners, tiles = torch.tensor(pairs, device=device).T
-        numbers = torch.tensor(sequences, device=device)
-        last = torch.tensor([self.context_lens[sequence] - 1 for sequence in sequences], device=device)
-        first = torch.tensor([self._first_seen(int(position)) for position in last.tolist()], device=device)
+        spans = {sequence: self._tiles(sequence) for sequence in sequences}
+        ordered = sorted(sequences, key=lambda sequence: -len(spans[sequence]))
+        counts = [sum(len(span) > index for span in spans.values()) for index in range(len(spans[ordered[0]]))]
+        pairs = [(owner, spans[ordered[owner]][index]) for index, count in enumerate(counts) for owner in range(count)]
+        owners, tiles = torch.tensor(pairs, device=device).T.contiguous()
+        last = [self.context_lens[sequence] - 1 for sequence in ordered]
+        low = torch.tensor([self._first_seen(position) for position in last], device=device)[owners, None]
+        high = torch.tensor(last, device=device)[owners, None]
         positions = tiles[:, None] * TILE + torch.arange(TILE, device=device)
-        low, high = first[owners, None], last[owners, None]
         hidden = (positions < low) | (positions > high)
         # a hidden key reads the query's own token instead: never memory that the query must not see
-        heads = self._cache_rows(numbers[owners, None], torch.where(hidden, high, positions))
-        hidden = hidden[:, None].expand_as(heads).contiguous()
-        rows = torch.tensor([self.query_starts[sequence] for sequence in sequences], device=device)
-        return DecodeTiles(rows, owners, heads, hidden, torch.tensor(padded, device=device).T.contiguous())
+        numbers = torch.tensor(ordered, device=device)[owners, None]
+        heads = self._cache_rows(numbers, torch.where(hidden, high, positions))
+        rows = torch.tensor([self.query_starts[sequence] for sequence in ordered], device=device)
+        return DecodeTiles(rows, counts, owners, heads, hidden.repeat_interleave(self.num_kv_heads, 0)[:, None])
+
+    def _tiles(self, sequence: int) -> range:
+        """The tiles that a sequence's only query sees some of."""
+        position = self.context_lens[sequence] - 1
+        return range(self._first_seen(position) // TILE, position // TILE + 1)
 
     def _chunk_tiles(self, sequence: int) -> ChunkTiles:
         start, stop = self.query_starts[sequence], self.query_starts[sequence + 1]

@@ -23,6 +23,18 @@ class _Partial(NamedTuple):
     weight: Tensor
     values: Tensor
 
+    def rows(self, start: int, stop: int) -> "_Partial":
+        """A view of some rows of the first dimension."""
+        return _Partial(self.largest[start:stop], self.weight[start:stop], self.values[start:stop])
+
+    def absorb(self, other: "_Partial") -> None:
+        """Merges ``other`` into this, in place. With nothing on either side the other stays bit by bit."""
+        largest = torch.maximum(self.largest, other.largest)
+        keep, keep_other = self.largest.sub(largest).exp_(), other.largest.sub(largest).exp_()
+        self.weight.mul_(keep).add_(other.weight * keep_other)
+        self.values.mul_(keep).add_(other.values * keep_other)
+        self.largest.copy_(largest)
+
 
 def paged_attention(
     queries: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
@@ -44,9 +56,10 @@ def _decode(queries: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: Deco
     grouped = queries.view(num_sequences, num_kv_heads, group, head_dim).float()
     grouped = F.pad(grouped, (0, 0, 0, _padded(group, num_kv_heads) - group))
     pairs = _decode_pairs(grouped, key_cache, value_cache, tiles, scale)
-    merged = _Partial(*(part.index_select(0, tiles.order[0]) for part in pairs))
-    for chosen in tiles.order[1:]:
-        merged = _merge(merged, _Partial(*(part.index_select(0, chosen) for part in pairs)))
+    merged, stop = pairs.rows(0, num_sequences), num_sequences
+    for count in tiles.counts[1:]:
+        start, stop = stop, stop + count
+        merged.rows(0, count).absorb(pairs.rows(start, stop))
     out = (merged.values / merged.weight)[:, :, :group]
     return out.reshape(queries.shape).to(queries.dtype)
 
@@ -54,18 +67,18 @@ def _decode(queries: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: Deco
 def _decode_pairs(
     grouped: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: DecodeTiles, scale: float
 ) -> _Partial:
-    """Partials [pairs + 1, N_kv, rows, …]: of every pair, and of nothing."""
+    """Partials [pairs, N_kv, rows, …]; at most MAX_PAIRS are gathered at a time."""
+    num_kv_heads = key_cache.shape[2]
     partials = []
-    for first in range(0, len(tiles.owners), MAX_PAIRS):
-        owners, heads, hidden = (part[first : first + MAX_PAIRS] for part in (tiles.owners, tiles.heads, tiles.hidden))
+    for start in range(0, len(tiles.owners), MAX_PAIRS):
+        stop = start + MAX_PAIRS
+        heads = tiles.heads[start:stop]
         keys, values = _gather(key_cache, heads), _gather(value_cache, heads)
-        partials.append(
-            _attend(grouped.index_select(0, owners).flatten(0, 1), keys, values, hidden.flatten(0, 1)[:, None], scale)
-        )
-    nothing = _nothing((grouped.shape[1], grouped.shape[2]), grouped.shape[3], grouped.device)
-    return _Partial(
-        *(torch.cat(parts).unflatten(0, (-1, grouped.shape[1])) for parts in zip(*partials, nothing, strict=True))
-    )
+        rows = grouped.index_select(0, tiles.owners[start:stop]).flatten(0, 1)
+        hidden = tiles.hidden[start * num_kv_heads : stop * num_kv_heads]
+        partials.append(_attend(rows, keys, values, hidden, scale))
+    whole = partials[0] if len(partials) == 1 else _Partial(*map(torch.cat, zip(*partials, strict=True)))
+    return _Partial(*(part.unflatten(0, (-1, num_kv_heads)) for part in whole))
 
 
 def _chunk(queries: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: ChunkTiles, scale: float) -> Tensor:
@@ -79,9 +92,7 @@ def _chunk(queries: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: Chunk
     for tile in chunk.tiles:
         keys, values = _gather(key_cache, tile.heads), _gather(value_cache, tile.heads)
         partial = _attend_padded(rows[:, tile.first : tile.last], keys, values, tile.hidden, scale)
-        before = _Partial(*(part[:, tile.first : tile.last] for part in merged))
-        for whole, part in zip(before, _merge(before, partial), strict=True):
-            whole.copy_(part)
+        _Partial(*(part[:, tile.first : tile.last] for part in merged)).absorb(partial)
     out = (merged.values / merged.weight).unflatten(1, (num_queries, group))
     return out.transpose(0, 1).reshape(queries.shape).to(queries.dtype)
 
@@ -121,14 +132,6 @@ def _weigh_masked(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     broken = ~torch.isfinite(values)
     seen = torch.bmm((~hidden).float().expand_as(weights), broken.float()) > 0
     return torch.bmm(weights, values.masked_fill(broken, 0.0)).masked_fill_(seen, float("nan"))
-
-
-def _merge(left: _Partial, right: _Partial) -> _Partial:
-    """Both together. With nothing on either side the other comes back bit by bit."""
-    largest = torch.maximum(left.largest, right.largest)
-    keep_left, keep_right = (left.largest - largest).exp_(), (right.largest - largest).exp_()
-    weight = left.weight * keep_left + right.weight * keep_right
-    return _Partial(largest, weight, left.values * keep_left + right.values * keep_right)
 
 
 def _nothing(shape: tuple[int, int], head_dim: int, device: torch.device) -> _Partial:

@@ -77,13 +77,13 @@ class SgmvPlan:
         steps = torch.arange(lora_rank // RANK_MULTIPLE, device=self.device)
         pieces = (of_tile[:, None] * (num_ranks // RANK_MULTIPLE) + steps).flatten()
         only_slot = slots[0] if len(slots) == 1 else None
-        return Group(lora_rank, every, kept, every[kept], _span(rows, real), only_slot, pieces)
+        return Group(lora_rank, every, kept, every[kept], _span(rows, len(real)), only_slot, pieces)
 
 
-def _span(rows: list[int], real: list[int]) -> slice | None:
-    first, count = rows[0], len(real)
-    one_run = real[-1] + 1 == count and rows[:count] == list(range(first, first + count))
-    return slice(first, first + count) if one_run else None
+def _span(rows: list[int], num_real: int) -> slice | None:
+    """The rows as a slice; None when they are no run, or when a tile before the last is filled up."""
+    first, stop = rows[0], rows[0] + num_real
+    return slice(first, stop) if rows[:num_real] == list(range(first, stop)) else None
 
 
 def plan_sgmv(row_slots: list[int], device: torch.device) -> SgmvPlan:
