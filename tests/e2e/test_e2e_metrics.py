@@ -136,7 +136,9 @@ def test_metrics_need_no_key_and_speak_openmetrics_when_asked(served: Served):
 def test_no_tenant_adapter_or_client_word_is_a_label(served: Served):
     labels = {value for _, pairs in served.metrics() for _, value in pairs}
 
-    assert not {value for value in labels if value in ("acme", "A", "metrics-tenant") or value.startswith(("ten_", "tn_"))}
+    assert not {
+        value for value in labels if value in ("acme", "A", "metrics-tenant") or value.startswith(("ten_", "tn_"))
+    }
 
 
 def test_a_gateway_process_stays_under_120_mb(served: Served):
