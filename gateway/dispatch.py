@@ -157,13 +157,14 @@ class Flight:
     async def launch(self, attempt: int = 0) -> None:
         """Submits to an engine, not to the one that just failed if there is another."""
         engine = await self.dispatch.engine(self.call, self.work, avoid=self._engine)
+        self.output_tokens = [0] * self.work.total_choices
+        await self._extend_grant()
         submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
         try:
             self._stream = engine.submit(submit)
         except EngineLost:
             raise ApiError("The engine was lost; try again.", code="engine_lost") from None
         self._engine, self._attempt = engine, attempt
-        self.output_tokens = [0] * self.work.total_choices
         self.submitted_ns = self._stream.submitted_ns
         self.call.on_gone = self.abort
         if self.call.gone.is_set():
@@ -257,9 +258,9 @@ class Flight:
                 self.output_tokens[event.choice] += len(event.token_ids) // 4
 
     async def _extend_grant(self) -> None:
+        """A grant that is nearly used up, or so small that it soon will be, is raised by another block."""
         most, granted = max(self.output_tokens), self.ticket.granted_tokens
-        ahead = min(EXTEND_AHEAD_TOKENS, granted // 4)
-        if granted >= self.work.sampling.max_tokens or most + ahead < granted:
+        if granted >= self.work.sampling.max_tokens or most + EXTEND_AHEAD_TOKENS < granted:
             return
         if await self.dispatch.admission.extend(self.ticket, self.work.total_choices) and self._stream is not None:
             self._stream.grant(self.ticket.granted_tokens)

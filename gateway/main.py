@@ -28,6 +28,7 @@ from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
 from gateway.dispatch import Dispatch, Flight
+from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
@@ -162,6 +163,8 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
         async with scrape.serve(settings.scrape_path(index), registry):
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await _accepting(server, serving)
+            gc.collect()
+            give_back()
             gc.freeze()  # what lives as long as the process is never looked through again
             print(f"gateway ready {index}", flush=True)  # noqa: T201 (what the supervisor waits for)
             await asyncio.wait({serving, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,6 +210,7 @@ def _uvicorn_config(app) -> uvicorn.Config:
 def main() -> int:
     """Exit status 0 after a drain, 1 when a part can't start."""
     parent = os.getppid()
+    keep_small()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != parent:

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.client import EngineClient
 from engine.wire import ModelCard, Welcome
 from gateway.chat import ChatTemplate
 from gateway.errors import ApiError
+from gateway.memory import give_back
 from gateway.tokenizer import ModelTokenizer
 
 
@@ -35,7 +38,7 @@ class ServedModel:
         """Raises ApiError 503 while no engine of this model has ever been connected."""
         for engine in self.engines:
             if engine.welcome is not None:
-                return self._know(engine.welcome)
+                return self._know(engine, engine.welcome)
         if self._text is None:
             raise ApiError(f"The model `{self.name}` is starting.", code="overloaded")
         return self._text
@@ -43,9 +46,12 @@ class ServedModel:
     def connected(self) -> list[EngineClient]:
         return [engine for engine in self.engines if engine.connected]
 
-    def _know(self, welcome: Welcome) -> TextSide:
+    def _know(self, engine: EngineClient, welcome: Welcome) -> TextSide:
         if self._text is None or self._text.card.revision != welcome.card.revision:
             self._text = _text_side(welcome)
+            engine.welcome = msgspec.structs.replace(welcome, tokenizer=None)  # megabytes that nobody reads again
+            del welcome
+            give_back()
         return self._text
 
 

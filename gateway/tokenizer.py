@@ -7,14 +7,18 @@ a byte-level vocabulary is read as bytes, any other through the tokenizer's own 
 import codecs
 import json
 import re
+from array import array
+from itertools import accumulate
 from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from engine.wire import TokenizerCard
+from gateway.memory import give_back
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LONG_CHARS = 65_536  # an encoding takes some 100 bytes a character while it is made
 _MAX_PENDING = 8  # ids without text after which a DecodeStream starts anew: longer is no character, and quadratic
 
 
@@ -50,12 +54,15 @@ class ModelTokenizer:
         bos = self._tokenizer.token_to_id(card.tokens.get("bos_token", ""))
         self._bos = [bos] if card.add_bos and bos is not None else []
         self._byte_level = _is_byte_level(self._tokenizer)
-        self._bytes = self._read_bytes()
-        self.max_token_bytes = max(map(len, self._bytes), default=1) or 1
+        self._table = ByteTable(self._read_bytes())
+        self.max_token_bytes = self._table.longest
 
     def encode(self, text: str) -> list[int]:
         """Ordinary text → ids, nothing added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) > _LONG_CHARS:
+            give_back()
+        return ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """A plain prompt → ids, with bos where the model's prompts begin with it."""
@@ -66,13 +73,13 @@ class ModelTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; b'' for control tokens and unused ids."""
-        return self._bytes[token_id]
+        return self._table[token_id]
 
     def token_name(self, token_id: int) -> str:
         """A token as log-probabilities name it: its text, ``bytes:\\x..`` for a piece of a character."""
         if token_id in self._control_ids:
             return self._tokenizer.id_to_token(token_id) or ""
-        data = self._bytes[token_id]
+        data = self._table[token_id]
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -80,13 +87,14 @@ class ModelTokenizer:
 
     def decoder(self) -> TextDecoder:
         """A fresh decoder for one text."""
-        return ByteDecoder(self._bytes) if self._byte_level else StreamDecoder(self._tokenizer)
+        return ByteDecoder(self._table) if self._byte_level else StreamDecoder(self._tokenizer)
 
     def decode(self, ids: list[int]) -> str:
         """All ids at once, control tokens left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _read_bytes(self) -> list[bytes]:
+        """The bytes of every id."""
         alphabet = _byte_alphabet()
         table = [b""] * self.vocab_size
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
@@ -101,10 +109,23 @@ class ModelTokenizer:
         return table
 
 
+class ByteTable:
+    """Token id → bytes, end to end in one string: a bytes object for each of 50,000 tokens takes 3 MB."""
+
+    def __init__(self, entries: list[bytes]) -> None:
+        self._joined = b"".join(entries)
+        self._ends = array("I", accumulate(map(len, entries)))
+        self.longest = max(map(len, entries), default=0) or 1
+
+    def __getitem__(self, token_id: int) -> bytes:
+        start = self._ends[token_id - 1] if token_id else 0
+        return self._joined[start : self._ends[token_id]]
+
+
 class ByteDecoder:
     """Byte-level vocabulary: bytes through an incremental UTF-8 decoder. O(1) a token."""
 
-    def __init__(self, table: list[bytes]) -> None:
+    def __init__(self, table: ByteTable) -> None:
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
