@@ -113,7 +113,7 @@ def _usage_record(request: OpenRequest) -> wire.UsageRecord:
         outcome=close.outcome,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
-        output_tokens=usage.output_tokens,
+        output_tokens=max(0, usage.output_tokens - close.surplus_tokens),
         queue_ns=usage.queue_ns + close.admit_ns,
         prefill_ns=usage.prefill_ns,
         decode_ns=usage.decode_ns,

@@ -197,7 +197,8 @@ class Close(Struct, frozen=True, tag="close"):
     """The gateway's last word on a request: how it ended for the caller, and the gateway's own times.
 
     ``admit_ns`` lies before Submit, ``network_ns`` on the stream, ``post_ns`` after Finished; with the
-    engine's durations they sum to the total the gateway's clock framed.
+    engine's durations they sum to the total the gateway's clock framed. ``surplus_tokens`` are those that came
+    behind a stop string before the engine heard of it: nobody asked for them, nobody pays for them.
     """
 
     request_id: str
@@ -206,6 +207,7 @@ class Close(Struct, frozen=True, tag="close"):
     network_ns: int = 0
     post_ns: int = 0
     first_token_ns: int = 0  # request fully read → first token flushed; 0 = none was
+    surplus_tokens: int = 0
 
 
 class AdapterChunk(Struct, frozen=True, tag="adapter_chunk"):

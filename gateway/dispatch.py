@@ -148,6 +148,7 @@ class Flight:
     finished_ns: int = 0
     first_token_ns: int = 0
     ended_ns: int = 0
+    surplus_tokens: int = 0
     output_tokens: list[int] = field(default_factory=list)  # seen so far, by choice
     _attempt: int = 0
     _engine: EngineClient | None = None
@@ -202,6 +203,7 @@ class Flight:
 
     def leave_out(self, num_tokens: int) -> None:
         """Tokens that came behind a stop string, before the engine heard of it, are not the caller's."""
+        self.surplus_tokens = num_tokens
         self.usage = msgspec.structs.replace(self.usage, output_tokens=self.usage.output_tokens - num_tokens)
 
     def interrupt(self) -> None:
@@ -276,6 +278,7 @@ class Flight:
             network_ns=max(0, finished_ns - self.submitted_ns - inside),
             post_ns=self.ended_ns - finished_ns,
             first_token_ns=self.first_token_ns,
+            surplus_tokens=self.surplus_tokens,
         )
 
     def _lost_record(self) -> wire.UsageRecord:

@@ -16,7 +16,7 @@ import click
 
 PREFIX = "TENORA_"
 DEFAULT_MODEL = "smollm2-135m"
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}")  # as long as a sealed context has room for
 _MAX_SOCKET_FOLDER = 70  # bytes; Linux takes socket paths of 107
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -201,7 +201,9 @@ def parse_model(text: str) -> tuple[str, str]:
     if not equals:
         source, name = text, Path(text).name.removesuffix(".gguf")
     if not source or not _MODEL_NAME.fullmatch(name):
-        raise click.UsageError(f"--model {text}: give NAME=SOURCE with a name of letters, digits and . _ - /")
+        raise click.UsageError(
+            f"--model {text}: give NAME=SOURCE with a name of at most 64 letters, digits and . _ - /"
+        )
     return name, source
 
 

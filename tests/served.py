@@ -37,6 +37,7 @@ class Served:
     lines: list[str] = field(default_factory=list)
     log: Path = Path()
     reader: threading.Thread = field(default_factory=threading.Thread)
+    _clients: dict[str, openai.OpenAI] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -56,8 +57,12 @@ class Served:
     def tenant_id(self, tenant: str) -> str:
         return self.credentials["tenants"][tenant]["tenant_id"]
 
-    def client(self, tenant: str = "acme", **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=self.api_key(tenant), max_retries=0, timeout=120, **options)
+    def client(self, tenant: str = "acme") -> openai.OpenAI:
+        """The stock client with the demo tenant's key; closed when we stop."""
+        if tenant not in self._clients:
+            key = self.api_key(tenant)
+            self._clients[tenant] = openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=120)
+        return self._clients[tenant]
 
     def http(self, key: str | None = None) -> httpx.Client:
         """The public port, spoken to without a client library in between."""
@@ -127,6 +132,8 @@ class Served:
 
     def forget(self) -> None:
         """Closes what we hold of an ended process."""
+        for client in self._clients.values():
+            client.close()
         self.reader.join(5)
         self.process.stdout.close()
 

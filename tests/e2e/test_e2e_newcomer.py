@@ -106,11 +106,17 @@ def test_a_seed_makes_sampling_repeatable(smollm: Served):
     assert first.choices[0].message.content != other.choices[0].message.content
 
 
-def test_a_stop_string_ends_the_text_before_it(smollm: Served):
-    answer = ask(smollm.client(), stop=["Japan"])
+def test_a_stop_string_ends_the_text_before_it_and_the_bill_with_it(smollm: Served):
+    raw = smollm.client().chat.completions.with_raw_response.create(
+        model=DEFAULT_MODEL, messages=QUESTION, temperature=0, max_tokens=24, stop=["Japan"]
+    )
+    answer = raw.parse()
 
     assert answer.choices[0].message.content == "The capital of "
     assert answer.choices[0].finish_reason == "stop"
+    with smollm.http() as http:
+        receipt = eventually(lambda: _receipt(http, raw.headers["x-request-id"]))
+    assert receipt["tokens"]["output"] == answer.usage.completion_tokens == 4
 
 
 def test_chat_logprobs_name_the_tokens_and_their_bytes(smollm: Served):
