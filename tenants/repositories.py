@@ -11,6 +11,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from sqlalchemy import func
+from sqlalchemy.exc import IntegrityError
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
@@ -69,7 +70,10 @@ class TenantRepository:
         )
         _set_limits(tenant, limits or {}, TENANT_LIMITS)
         self._session.add(tenant)
-        await self._session.flush()
+        try:
+            await self._session.flush()
+        except IntegrityError:  # PostgreSQL: another transaction took it since
+            raise NameTaken(f"a tenant is called {name!r} already") from None
         return tenant
 
     async def get(self, tenant_id: str) -> Tenant | None:
@@ -241,7 +245,10 @@ class RateCardRepository:
                 created_unix_ns=now_unix_ns,
             )
         )
-        await self._session.flush()
+        try:
+            await self._session.flush()
+        except IntegrityError:  # PostgreSQL: another transaction has published that version since
+            raise InvalidValue("effective_from", "another version was published at this moment") from None
         for (meter, model, flow_class), price in card.prices.items():
             item = {"meter": meter, "model": model, "flow_class": flow_class, "price_picousd": price}
             self._session.add(RateCardItem(rate_card_id=card.rate_card_id, **item))

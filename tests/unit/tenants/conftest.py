@@ -1,4 +1,4 @@
-"""Fixtures of the tenants tests: a fresh database, a real Valkey, secrets."""
+"""Fixtures of the tenants tests: an empty database of each kind, a real Valkey, secrets."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from stores import ValkeyServer, valkey_server
+from stores import PostgresServer, ValkeyServer, postgres_server, valkey_server
 
 import migrations
+from tenants import tables
 from tenants.database import Database
 from tenants.secrets import Secrets
 
@@ -22,11 +23,43 @@ def empty_database_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@pytest.fixture
-def database_url(tmp_path: Path, empty_database_file: bytes) -> str:
-    path = tmp_path / "tenora.db"
-    path.write_bytes(empty_database_file)
-    return f"sqlite:///{path}"
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def migrated_database(postgres: PostgresServer) -> str:
+    """The name of a migrated PostgreSQL database; tests empty it before they begin."""
+    name = postgres.create_database()
+    migrations.upgrade(postgres.url(name))
+    return name
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a migrated, empty database: every test that asks for it runs on both kinds."""
+    if request.param == "sqlite":
+        path = tmp_path / "tenora.db"
+        path.write_bytes(request.getfixturevalue("empty_database_file"))
+        return f"sqlite:///{path}"
+    name, postgres = request.getfixturevalue("migrated_database"), request.getfixturevalue("postgres")
+    names = ", ".join(table.name for table in tables.metadata.sorted_tables)
+    postgres.execute(f"TRUNCATE {names}", name)
+    return postgres.url(name)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def unmigrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Of a database without any table, on both kinds."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'tenora.db'}"
+        return
+    postgres = request.getfixturevalue("postgres")
+    name = postgres.create_database()
+    yield postgres.url(name)
+    postgres.drop_database(name)
 
 
 @pytest.fixture

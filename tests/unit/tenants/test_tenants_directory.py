@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from sqlalchemy import event
 from stores import valkey_server
 
+import migrations
 from tenants import keys
 from tenants.database import Database
 from tenants.directory import EPOCH_KEY, Directory, bump_epoch
@@ -16,6 +17,8 @@ from tenants.errors import StoreUnavailable
 from tenants.pricing import default_prices
 from tenants.quota import Limits
 from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
+
+TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
 
 
 class World:
@@ -251,3 +254,22 @@ def test_it_starts_without_a_store_and_is_stale(database_url, secrets, tmp_path)
         await database.close()
 
     asyncio.run(main())
+
+
+def test_a_database_that_refuses_connections_makes_it_stale_and_is_caught_up_with(postgres, valkey, secrets):
+    name = postgres.create_database()
+    migrations.upgrade(postgres.url(name))
+
+    async def scenario(world):
+        await asyncio.to_thread(postgres.execute, f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        await asyncio.to_thread(postgres.execute, TERMINATE.format(name))
+        await bump_epoch(world.redis)
+        await world.becomes(lambda: world.directory.stale)
+        assert world.directory.authenticate(world.key.text) is not None
+
+        await asyncio.to_thread(postgres.execute, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+        fresh = await world.make_key(world.tenant.tenant_id)
+        await world.becomes(lambda: world.directory.authenticate(fresh.text) is not None)
+
+    run_world(postgres.url(name), valkey, secrets, scenario)
+    postgres.drop_database(name)

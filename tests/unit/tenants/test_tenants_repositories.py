@@ -1,4 +1,4 @@
-"""Tenants, keys, prices and adapters on a real SQLite file, migrated by Alembic."""
+"""Tenants, keys, prices and adapters on real databases, migrated by Alembic."""
 
 import asyncio
 import time
@@ -59,6 +59,18 @@ def test_a_tenants_name_is_taken_once(with_database):
         async with database.transaction() as session:
             with pytest.raises(NameTaken):
                 await TenantRepository(session).create("acme")
+
+    with_database(body)
+
+
+def test_of_many_that_take_a_name_at_once_one_gets_it_and_the_others_hear_that_it_is_taken(with_database):
+    async def body(database):
+        async def create():
+            async with database.transaction() as session:
+                return (await TenantRepository(session).create("acme")).name
+
+        answers = await asyncio.gather(*(create() for _ in range(6)), return_exceptions=True)
+        assert sorted(type(answer).__name__ for answer in answers) == ["NameTaken"] * 5 + ["str"]
 
     with_database(body)
 
@@ -237,6 +249,18 @@ def test_a_rate_card_is_a_new_version_in_the_future(with_database):
             assert await cards.get(second.rate_card_id) == second
             assert await cards.get("rc_none") is None
         assert (first.version, second.version) == (1, 2)
+
+    with_database(body)
+
+
+def test_of_many_cards_published_at_once_one_is_the_next_version(with_database):
+    async def body(database):
+        async def publish_card():
+            async with database.transaction() as session:
+                return (await RateCardRepository(session).publish(default_prices(), 500, 100)).version
+
+        answers = await asyncio.gather(*(publish_card() for _ in range(4)), return_exceptions=True)
+        assert sorted(type(answer).__name__ for answer in answers) == ["InvalidValue"] * 3 + ["int"]
 
     with_database(body)
 
