@@ -71,7 +71,8 @@ class EngineClient:
         self._streams: dict[str, EngineStream] = {}
         self._records: deque[wire.Record] = deque()
         self._records_arrived = asyncio.Event()
-        self._next_record: int | None = None  # None: the connection's first record says where we are
+        self._last_record = 0  # the last that we looked at; what doesn't follow it begins another delivery
+        self._failed_record = 0  # 0 = none; of this delivery nothing behind it is taken
         self._stats: dict[int, asyncio.Future[list[wire.Family]]] = {}
         self._num_stats = 0
         self._sending = asyncio.Semaphore(MAX_ADAPTERS_SENT_AT_ONCE)
@@ -190,7 +191,7 @@ class EngineClient:
             logger.warning("connection to engine %s lost, %d requests with it", self.welcome.engine_id, self.load)
         self._connection = self.welcome = None
         self._records.clear()  # unacknowledged: they come again
-        self._next_record = None
+        self._last_record = self._failed_record = 0
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.drop()
@@ -255,15 +256,19 @@ class EngineClient:
                 await self._take_record(self._records.popleft())
 
     async def _take_record(self, record: wire.Record) -> None:
-        """Hands on without a gap: an ack covers all that came before it, so nothing may overtake a failure."""
-        if self._on_record is None or (self._next_record is not None and record.number > self._next_record):
+        """Hands on without a gap: an ack covers all that came before it, so nothing may overtake a failure.
+
+        A delivery that begins anew does so behind the last ack, whoever's that was."""
+        if record.number != self._last_record + 1:
+            self._failed_record = 0
+        self._last_record = record.number
+        if self._on_record is None or self._failed_record:
             return
         try:
             await self._on_record(record)
-            self._next_record = max(self._next_record or 0, record.number + 1)
         except Exception:
             logger.exception("record %d was not taken; it will come again", record.number)
-            self._next_record = record.number
+            self._failed_record = record.number
 
     async def _give_adapter(self, connection: Connection, key: str) -> None:
         try:

@@ -65,18 +65,19 @@ class EngineStream:
         if not self.finished_ns:
             self._send(wire.Grant(self.request_id, granted_tokens))
 
-    def close(self, close: wire.Close) -> None:
+    def close(self, close: wire.Close) -> bool:
         """The last word: the engine journals the request with it. Aborts what is left; later events are dropped.
 
-        Without effect the second time, after Rejected, and after the connection dropped (the engine then has
-        journaled the request as lost).
+        Without effect the second time, after Rejected, and after the connection dropped: False then, since the
+        engine, if it lives, has journaled the request as lost.
         """
-        if self._close_sent:
-            return
+        if self._close_sent or self._connection is None or self._connection.lost.done():
+            return False
         self._close_sent = True
         self.abort()
         self._send(close)
         self._connection = None if self.finished_ns else self._connection
+        return True
 
     def _send(self, message: wire.ToEngine) -> None:
         if self._connection is not None:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -12,9 +14,11 @@ from gateway.call import Call
 from gateway.errors import ApiError
 from gateway.work import Work
 from tenants.errors import StoreUnavailable
-from tenants.quota import RENEW_EVERY_MS, Headroom, Quota, Refused, Reservation, SettleKind
+from tenants.quota import LEASE_MS, RENEW_EVERY_MS, Headroom, Quota, Refused, Reservation, SettleKind
 
 EXTEND_TOKENS = 256  # a block of further output tokens of each choice
+MAX_DOUBTFUL = 4096  # reservations of which nobody knows whether the store took them
+RETRY_VOID_S = 0.25
 _log = logging.getLogger("gateway.admission")
 
 
@@ -43,17 +47,22 @@ class Admission:
     closed: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _tickets: dict[str, Ticket] = field(default_factory=dict)
-    _renewing: asyncio.Task[None] | None = None
+    _doubtful: deque[tuple[int, Reservation]] = field(default_factory=lambda: deque(maxlen=MAX_DOUBTFUL))
+    _doubts: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _store_is_down: bool = False
 
     async def start(self) -> None:
         """Begins to renew the leases of what runs."""
         self.idle.set()
-        self._renewing = asyncio.create_task(self._renew(), name="lease renewal")
+        self._tasks = [
+            asyncio.create_task(self._renew(), name="lease renewal"),
+            asyncio.create_task(self._void_doubtful(), name="doubtful reservations"),
+        ]
 
     async def close(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     @contextlib.asynccontextmanager
     async def admit(self, call: Call, work: Work) -> AsyncIterator[Ticket]:
@@ -64,13 +73,17 @@ class Admission:
         self._tickets[call.request_id] = ticket
         self.idle.clear()
         try:
+            if self.closed:  # since it asked
+                raise ApiError("This server is shutting down.", code="draining")
             yield ticket
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._settle(ticket)
-            del self._tickets[call.request_id]
-            if not self._tickets:
-                self.idle.set()
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self._settle(ticket)
+            finally:
+                del self._tickets[call.request_id]
+                if not self._tickets:
+                    self.idle.set()
 
     async def extend(self, ticket: Ticket, num_choices: int) -> bool:
         """Another block for each of ``num_choices``; False: not now and not later, the choices end there."""
@@ -88,7 +101,11 @@ class Admission:
     async def _reserve(self, reservation: Reservation, work: Work) -> Ticket:
         try:
             verdict = await self.quota.reserve(reservation)
-        except StoreUnavailable as error:
+        except BaseException as error:  # also a cancellation: the store may have taken it, or still do so
+            self._doubtful.append((time.monotonic_ns(), reservation))
+            self._doubts.set()
+            if not isinstance(error, StoreUnavailable):
+                raise
             self._note(error)
             raise ApiError("The rate limiter does not answer; try again.", code="store_unavailable") from None
         self._note(None)
@@ -101,6 +118,21 @@ class Admission:
             await self.quota.settle(ticket.reservation, ticket.used_tokens, ticket.kind)
         except StoreUnavailable as error:  # the lease runs out by itself; the tokens stay debited
             self._note(error)
+
+    async def _void_doubtful(self) -> None:
+        """Gives back what was reserved for requests that heard nothing of it, as soon as the store answers. What is
+        older than a lease has lost that already, and most of its tokens are back: it is left."""
+        while True:
+            await self._doubts.wait()
+            since_ns, reservation = self._doubtful.popleft()
+            try:
+                if time.monotonic_ns() - since_ns < LEASE_MS * 1_000_000:
+                    await self.quota.settle(reservation, 0, "void")
+            except StoreUnavailable:
+                self._doubtful.appendleft((since_ns, reservation))
+                await asyncio.sleep(RETRY_VOID_S)
+            if not self._doubtful:
+                self._doubts.clear()
 
     async def _renew(self) -> None:
         while True:

@@ -148,8 +148,8 @@ class Flight:
     finished_ns: int = 0
     first_token_ns: int = 0
     ended_ns: int = 0
-    surplus_tokens: int = 0
     output_tokens: list[int] = field(default_factory=list)  # seen so far, by choice
+    surplus_tokens: int = 0  # of those, behind a stop string
     _attempt: int = 0
     _engine: EngineClient | None = None
     _stream: EngineStream | None = None
@@ -160,6 +160,8 @@ class Flight:
         engine = await self.dispatch.engine(self.call, self.work, avoid=self._engine)
         self.output_tokens = [0] * self.work.total_choices
         await self._extend_grant()
+        if self._interrupted:
+            raise ApiError("This server is shutting down.", code="draining")
         submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
         try:
             self._stream = engine.submit(submit)
@@ -206,6 +208,10 @@ class Flight:
         self.surplus_tokens = num_tokens
         self.usage = msgspec.structs.replace(self.usage, output_tokens=self.usage.output_tokens - num_tokens)
 
+    def answered(self) -> None:
+        """The answer is written to its end, or its caller has left: only now is it one to be billed."""
+        self.outcome = CALLER_LEFT if self.call.gone.is_set() else 200
+
     def interrupt(self) -> None:
         """The time to drain is over."""
         self._interrupted = True
@@ -222,17 +228,14 @@ class Flight:
         else:
             self.ticket.used_tokens = self.work.prompt_tokens + sum(self.output_tokens)
         self.ticket.kind = "exact" if self.finished_ns else "at_least"
-        if self.outcome == wire.OUTCOME_LOST:
+        if self.outcome == wire.OUTCOME_LOST or not self._stream.close(self._close()):
             self.dispatch.post_lost(self._lost_record())
-        else:
-            self._stream.close(self._close())
 
     def _check(self, finished: wire.Finished) -> None:
         if finished.error_code:
             raise self._failed(from_engine(finished.error_code, finished.error_message))
         if self._interrupted and not self.call.gone.is_set():
             raise self._failed(ApiError("This server is shutting down.", code="draining"))
-        self.outcome = CALLER_LEFT if self.call.gone.is_set() else 200
 
     def _failed(self, error: ApiError) -> ApiError:
         self.outcome = error.status
@@ -289,7 +292,7 @@ class Flight:
             outcome=wire.OUTCOME_LOST,
             prompt_tokens=self.work.prompt_tokens,
             cached_tokens=0,
-            output_tokens=sum(self.output_tokens),
+            output_tokens=sum(self.output_tokens) - self.surplus_tokens,
             queue_ns=self.submitted_ns - self.call.read_ns,
             prefill_ns=0,
             decode_ns=self.ended_ns - self.submitted_ns,

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from tenants.meter import unseal
 from tenants.secrets import Secret
 
 BATCH_RECORDS = 500
-BATCH_NS = 20_000_000
+BATCH_S = 0.02
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
 MAX_QUEUED = 10_000  # records that wait here; over that an engine's delivery waits
 _FIELDS = tuple(name for name in wire.UsageRecord.__struct_fields__ if name not in ("request_id", "context"))
@@ -110,15 +109,12 @@ class Settlement:
                 self._queue.task_done()
 
     async def _batch(self) -> list[_Item]:
-        """At least one record; those that follow within BATCH_NS with it."""
+        """At least one record; those that follow within BATCH_S with it."""
         batch = [await self._queue.get()]
-        until_ns = time.monotonic_ns() + BATCH_NS
-        while len(batch) < BATCH_RECORDS:
-            left_s = (until_ns - time.monotonic_ns()) / 1e9
-            try:
-                batch.append(await asyncio.wait_for(self._queue.get(), max(0.0, left_s)))
-            except TimeoutError:
-                break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BATCH_S):
+                while len(batch) < BATCH_RECORDS:
+                    batch.append(await self._queue.get())  # without waiting where there is one
         return batch
 
     async def _book(self, settled: list[SettledRequest]) -> None:

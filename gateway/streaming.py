@@ -43,6 +43,7 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
                 await answer.add(pieces)
         flight.leave_out(text.surplus_tokens)
         await answer.end()
+        flight.answered()
     except Exception as error:
         if not call.answering:
             raise

@@ -10,6 +10,7 @@ from live_engine import (
     decode_usage,
     first_delta,
     live_client,
+    live_gateway,
     live_server,
     socket_of,
     submit,
@@ -179,6 +180,40 @@ def test_a_record_whose_handling_failed_is_not_overtaken(tmp_path, monkeypatch, 
     firsts = list(dict.fromkeys(taken))
     assert firsts == [1, 2, 3, 4]
     assert "was not taken" in caplog.text
+
+
+def test_a_gateway_takes_records_again_after_others_had_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.record_delivery.REDELIVER_AFTER_S", 0.0)
+    monkeypatch.setattr("engine.server.TICK_S", 3600.0)
+
+    async def main():
+        async with live_server(tmp_path) as server, live_gateway(tmp_path, "slow", acks=False) as (_, slow):
+
+            async def serve_one(number):
+                stream = client.submit(submit(f"r{number}"))
+                await collect(stream)
+                stream.close(wire.Close(f"r{number}", 200))
+
+            async with live_gateway(tmp_path, "other") as (client, other):
+                await serve_one(1)
+                assert (await slow.next())[0].number == 1
+                server._records.tick()  # not acknowledged: the other's turn
+                for number in (1, 2, 3):
+                    if number > 1:
+                        await serve_one(number)
+                    assert (await other.next())[0].number == number
+                await serve_one(4)
+                await other.next()
+                await until(lambda: server._records.num_unacked == 0, "all acks")
+            slow.acks = True  # the only gateway that is left
+            client = slow.client
+            await serve_one(5)
+            record, usage = await slow.next()
+            assert (record.number, usage.request_id) == (5, "r5")
+            await until(lambda: server._records.num_unacked == 0, "its ack")
+
+    monkeypatch.setattr("live_engine.PATIENCE_S", 10.0)
+    asyncio.run(main())
 
 
 def test_records_that_come_again_while_the_ledger_is_slow_are_kept_once(tmp_path, monkeypatch):
