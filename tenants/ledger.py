@@ -1,14 +1,13 @@
 """The ledger's only writer: usage records in, receipts and charges out, each once for ever."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter, itemgetter
 
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlmodel import col
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.bulk import insert_new
 from tenants.errors import InvalidRecord
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
@@ -25,6 +24,11 @@ _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
     *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label"),
 )
+_SHARED = ("request_id", "tenant_id", "key_id", "model", "base_model", "flow_class", "rate_card_id")
+_RECORD = (*_FROM_CONTEXT, *_COPIED, "billed", "price_picousd")
+_ENTRY = ("entry_id", "meter", "quantity", "unit_price_picousd", "amount_picousd", "occurred_unix_ns", *_SHARED)
+_of_context, _copied, _shared = attrgetter(*_FROM_CONTEXT), attrgetter(*_COPIED), attrgetter(*_SHARED)
+_record_key, _entry_key = itemgetter(0, 1), itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +76,18 @@ class Ledger:
 
         Raises LookupError when a billed record names a rate card that nobody has.
         """
-        records, entries = [], []
+        records: list[tuple] = []
+        entries: list[tuple] = []
         cards = await _with_missing_cards(session, settled, rate_cards)
         for request in settled:
             billed = _charges(request, cards)
             records.append(_record_row(request, billed))
-            entries += [_entry_row(request, charge) for charge in billed]
-        num_new = await _insert(session, RequestRecord, records, ("request_id", "attempt"))
-        await _insert(session, LedgerEntry, entries, ("entry_id",))
+            entries += _entry_rows(request, billed)
+        # in key order: two gateways never wait for each other in a circle
+        records.sort(key=_record_key)
+        entries.sort(key=_entry_key)
+        num_new = await insert_new(session, RequestRecord, _RECORD, records)
+        await insert_new(session, LedgerEntry, _ENTRY, entries)
         return num_new
 
 
@@ -96,24 +104,18 @@ def _charges(request: SettledRequest, cards: Mapping[str, RateCard]) -> list[Cha
     return charges(quantities, cards[context.rate_card_id], context.base_model, context.flow_class)
 
 
-def _record_row(request: SettledRequest, billed: Sequence[Charge]) -> dict[str, Any]:
-    row = {name: getattr(request.context, name) for name in _FROM_CONTEXT}
-    row |= {name: getattr(request, name) for name in _COPIED}
+def _record_row(request: SettledRequest, billed: Sequence[Charge]) -> tuple:
     price = sum(charge.amount_picousd for charge in billed)
-    return row | {"billed": is_billed(request.outcome, request.output_tokens), "price_picousd": price}
+    is_one = is_billed(request.outcome, request.output_tokens)
+    return (*_of_context(request.context), *_copied(request), is_one, price)
 
 
-def _entry_row(request: SettledRequest, charge: Charge) -> dict[str, Any]:
-    names = ("request_id", "tenant_id", "key_id", "model", "base_model", "flow_class", "rate_card_id")
-    row = {name: getattr(request.context, name) for name in names}
-    return row | {
-        "entry_id": entry_id(request.context.request_id, charge.meter),
-        "meter": charge.meter,
-        "quantity": charge.quantity,
-        "unit_price_picousd": charge.unit_price_picousd,
-        "amount_picousd": charge.amount_picousd,
-        "occurred_unix_ns": request.finished_unix_ns,
-    }
+def _entry_rows(request: SettledRequest, billed: Sequence[Charge]) -> Iterator[tuple]:
+    request_id, when, shared = request.context.request_id, request.finished_unix_ns, _shared(request.context)
+    for charge in billed:
+        name = entry_id(request_id, charge.meter)
+        amounts = (charge.quantity, charge.unit_price_picousd, charge.amount_picousd)
+        yield (name, charge.meter, *amounts, when, *shared)
 
 
 async def _with_missing_cards(
@@ -122,15 +124,3 @@ async def _with_missing_cards(
     if all(request.context.rate_card_id in rate_cards for request in settled):
         return rate_cards
     return {card.rate_card_id: card for card in await RateCardRepository(session).list_all()} | dict(rate_cards)
-
-
-async def _insert(session: AsyncSession, table: Any, rows: list[dict[str, Any]], key: tuple[str, ...]) -> int:
-    """INSERT … ON CONFLICT DO NOTHING, in key order (two gateways never wait for each other in a circle)."""
-    if not rows:
-        return 0
-    dialect = session.get_bind().dialect.name
-    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    statement = insert(table).on_conflict_do_nothing().returning(col(getattr(table, key[0])))
-    ordered = sorted(rows, key=lambda row: tuple(row[name] for name in key))
-    inserted = await session.exec(statement, params=ordered)
-    return len(inserted.all())

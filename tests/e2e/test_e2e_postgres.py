@@ -1,0 +1,126 @@
+"""A whole installation on PostgreSQL and an external Valkey, as a production one is: nothing of value in HOME."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from tests.served import Served, eventually, start
+from tests.stores import PostgresServer, ValkeyServer, postgres_server, valkey_server
+
+BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[ValkeyServer]:
+    with valkey_server() as server:
+        yield server
+
+
+class Installation:
+    """Two gateways and an engine on outer stores; may be stopped and started on another home."""
+
+    def __init__(self, home: Path, model: Path, database_url: str, redis_url: str) -> None:
+        self.home = home
+        self.options = ["--model", f"tiny={model}", "--gateways", "2", "--block-size", "4", "--kv-blocks", "256"]
+        self.options += ["--context", "128", "--demo", "--database-url", database_url, "--redis-url", redis_url]
+        self.served: Served = start(home, *self.options)
+
+    def restart(self) -> None:
+        assert self.served.stop() == 0
+        self.served = start(self.home, *self.options)
+
+
+@pytest.fixture(scope="module")
+def installation(postgres, valkey, model_dir, tmp_path_factory) -> Iterator[Installation]:
+    database = postgres.create_database()
+    made = Installation(tmp_path_factory.mktemp("home"), model_dir, postgres.url(database), valkey.url)
+    yield made
+    made.served.stop()
+
+
+def complete(served: Served, key: str, **fields):
+    with served.http(key) as http:
+        return http.post("/completions", json=BODY | fields)
+
+
+def receipt(served: Served, key: str, request_id: str) -> dict:
+    with served.http(key) as http:
+
+        def found():
+            answer = http.get(f"/requests/{request_id}")
+            return answer.json() if answer.status_code == 200 else None
+
+        return eventually(found)
+
+
+def test_a_request_has_its_receipt_its_usage_and_its_rows_and_all_of_it_outlives_a_restart(installation: Installation):
+    served = installation.served
+    key = served.new_tenant("durable", tokens_per_minute=100_000)
+    answer = complete(served, key)
+    assert answer.status_code == 200, answer.text
+    request_id = answer.headers["x-request-id"]
+    before = receipt(served, key, request_id)
+    assert (before["status"], before["tokens"]) == (200, {"input": 3, "cached": 0, "output": 6})
+    assert before["price"]["picousd"] == 3 * 50_000 + 6 * 100_000 + 1_000_000
+
+    installation.restart()
+
+    served = installation.served
+    assert receipt(served, key, request_id) == before
+    assert complete(served, key).status_code == 200
+    assert not (served.home / "tenora.db").exists()
+
+
+def test_usage_is_what_the_receipts_say(installation: Installation):
+    served = installation.served
+    key = served.new_tenant("counted")
+    ids = [complete(served, key, max_tokens=number).headers["x-request-id"] for number in (1, 2, 3)]
+    receipts = [receipt(served, key, request_id) for request_id in ids]
+
+    with served.http(key) as http:
+        window = {"start_time": int(time.time()) - 3600, "bucket_width": "1d"}
+        rows = [
+            row
+            for bucket in http.get("/organization/usage/completions", params=window).json()["data"]
+            for row in bucket["results"]
+        ]
+
+    assert sum(row["output_tokens"] for row in rows) == sum(each["tokens"]["output"] for each in receipts) == 6
+    assert sum(row["input_tokens"] for row in rows) == 9
+    assert sum(row["num_model_requests"] for row in rows) == 3
+
+
+def test_limits_are_kept_in_the_external_store_for_all_gateways_together(installation, valkey):
+    served = installation.served
+    key = served.new_tenant("limited", requests_per_minute=4)
+
+    answers = [complete(served, key, max_tokens=1).status_code for _ in range(8)]
+
+    assert answers == [200] * 4 + [429] * 4
+    with Redis.from_url(valkey.url) as redis:
+        assert any(name.startswith(b"tn:q1:") for name in redis.scan_iter())
+
+
+def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(installation: Installation, postgres):
+    served = installation.served
+    key = served.new_tenant("delayed")
+    name = postgres.execute("SELECT datname FROM pg_database WHERE datname LIKE 'test_%'")[0][0]
+    postgres.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+    postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+    try:
+        answers = [complete(served, key) for _ in range(3)]
+    finally:
+        postgres.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+    assert [answer.status_code for answer in answers] == [200] * 3
+    for answer in answers:
+        assert receipt(served, key, answer.headers["x-request-id"])["price"]["picousd"] > 0
