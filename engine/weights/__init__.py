@@ -79,8 +79,6 @@ def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     expected = expected_shapes(config)
-    if config.attention.bias:  # q, k and v have one then; o has it in some families
-        expected |= {name: shape for name, shape in _output_biases(config).items() if name in weights}
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     if missing:
         raise UnsupportedModel(f"the model lacks {_first(missing)}")
@@ -109,18 +107,18 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _output_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    layers = range(config.num_layers)
-    return {f"model.layers.{layer}.self_attn.o_proj.bias": (config.hidden_size,) for layer in layers}
-
-
 def _layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    attention = config.attention
+    biased = {"q_proj", "k_proj", "v_proj"} if attention.bias else set()
+    biased |= {"o_proj"} if attention.output_bias else set()
     shapes: dict[str, tuple[int, ...]] = {}
     for module, (in_size, out_size) in module_sizes(config).items():
         part = "mlp" if module in {"gate_proj", "up_proj", "down_proj"} else "self_attn"
         shapes[f"{prefix}.{part}.{module}.weight"] = (out_size, in_size)
-        if config.attention.bias and module in {"q_proj", "k_proj", "v_proj"}:
+        if module in biased:
             shapes[f"{prefix}.{part}.{module}.bias"] = (out_size,)
+    if attention.head_norms:
+        shapes |= {f"{prefix}.self_attn.{part}_norm.weight": (attention.head_dim,) for part in "qk"}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         shapes[f"{prefix}.{norm}.weight"] = (config.hidden_size,)
     return shapes
