@@ -1,10 +1,10 @@
 """Weights from files: a GGUF file or a Hugging Face directory → config, tensors, tokenizer and revision."""
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,7 +12,8 @@ from engine.models.config import ModelConfig, UnsupportedConfig, from_hf, module
 from engine.weights import gguf_model, safetensors
 from engine.weights.errors import CorruptAdapter, UnsupportedModel
 from engine.weights.gguf import GgufFile
-from engine.weights.tokenizer import card_from_directory, card_from_gguf
+from engine.weights.gguf_tokenizer import card_from_gguf
+from engine.weights.tokenizer import card_from_directory
 from engine.wire import TokenizerCard
 
 __all__ = ["CorruptAdapter", "LoadedModel", "UnsupportedModel", "load_model"]
@@ -39,17 +40,16 @@ def load_model(source: Path, dtype: torch.dtype) -> LoadedModel:
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
     file = GgufFile(path)
-    raw = gguf_model.hf_config(file)
-    config = _config(raw)
+    config = _named(lambda: gguf_model.model_config(file))
     with ThreadPoolExecutor(max_workers=1) as pool:  # hashing and decoding both leave the interpreter lock
         revision = pool.submit(lambda: hashlib.sha256(file.content).hexdigest())
-        weights = gguf_model.read_weights(file, raw, dtype)
+        weights = gguf_model.read_weights(file, config, dtype)
         tokenizer = card_from_gguf(file.metadata)
         return LoadedModel(config, _complete(config, weights), tokenizer, revision.result())
 
 
 def _load_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
-    config = _config(safetensors.hf_config(directory))
+    config = _named(lambda: from_hf(safetensors.hf_config(directory)))
     paths = safetensors.shard_paths(directory)
     weights = safetensors.read_weights(paths, dtype)
     tokenizer = card_from_directory(directory)
@@ -57,9 +57,9 @@ def _load_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
     return LoadedModel(config, _complete(config, weights), tokenizer, revision)
 
 
-def _config(raw: dict[str, Any]) -> ModelConfig:
+def _named(read: Callable[[], ModelConfig]) -> ModelConfig:
     try:
-        return from_hf(raw)
+        return read()
     except UnsupportedConfig as error:
         raise UnsupportedModel(str(error)) from error
 
