@@ -6,20 +6,15 @@ in one piece. If its own next token equals ours at every position, its greedy an
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.models.config import ModelConfig, from_hf
 from engine.models.decoder import Decoder
-from engine.runner import Runner
-from engine.scheduler import ChunkResult, StepPlan
-from engine.wire import Flow, SamplingParams, Submit, pack_ids, unpack_ids
+from tests.answers import Answer, expected_logits, greedy_answers
 from tests.families import DENSE, WINDOW, HfModel, family_adapters, family_config, family_weights, peft_dirs
 from tests.tiny_steps import adapter_weights
 
@@ -42,35 +37,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class RecordingRunner(Runner):
-    """The engine's runner; keeps the logits that each token of each request was drawn from."""
-
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
-        super().__init__(model, config)
-        self.logits: dict[str, list[Tensor]] = {}
-        self.most_at_once = 0
-        self._step: list[Tensor] = []
-        plain = model.logits
-        model.logits = lambda hidden: self._step.append(plain(hidden)) or self._step[-1]
-
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
-        self._step.clear()
-        results = super().run(plan)
-        drawn = [chunk for chunk in plan.chunks if chunk.samples]
-        for chunk, row in zip(drawn, self._step[0] if drawn else (), strict=True):
-            self.logits.setdefault(chunk.sequence.request.request_id, []).append(row.clone())
-        self.most_at_once = max(self.most_at_once, len(plan.chunks))
-        return results
-
-
-@dataclass(frozen=True)
-class Answer:
-    adapter: str
-    prompt: list[int]
-    tokens: list[int]
-    logits: Tensor  # [tokens, V]
-
-
 def prompt_of(length: int, vocab_size: int) -> list[int]:
     return random.Random(length).choices(range(3, vocab_size), k=length)
 
@@ -80,31 +46,9 @@ def answers(config: ModelConfig, dtype: torch.dtype) -> list[Answer]:
     sizes = EngineConfig(
         block_size=BLOCK, num_blocks=256, context_tokens=512, max_step_tokens=CHUNK, adapter_slots=4, max_lora_rank=16
     )
-    runner = RecordingRunner(Decoder(config, family_weights(config, dtype=dtype)), sizes)
-    engine = Engine(sizes, runner)
-    for key, adapter in family_adapters(config).items():
-        engine.adapter_ready(key, adapter_weights(adapter))
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    prompts = {f"r{i}": prompt_of(length, config.vocab_size) for i, (_, length) in enumerate(PROMPTS)}
-    for (name, prompt), (adapter, _) in zip(prompts.items(), PROMPTS, strict=True):
-        space = b"n" + adapter.encode()
-        engine.add(Submit(name, [pack_ids(prompt)], sampling, Flow("f"), space, NUM_TOKENS, adapter_key=adapter))
-    tokens: dict[str, list[int]] = {name: [] for name in prompts}
-    while engine.has_work:
-        result = engine.step()
-        assert not result.wanted
-        for delta in result.deltas:
-            tokens[delta.request_id] += unpack_ids(delta.token_ids)
-    assert runner.most_at_once == len(PROMPTS)
-    return [
-        Answer(adapter, prompts[name], tokens[name], torch.stack(runner.logits[name]))
-        for name, (adapter, _) in zip(prompts, PROMPTS, strict=True)
-    ]
-
-
-def expected_logits(oracle: HfModel, answer: Answer) -> Tensor:
-    """What the oracle says before each token of the answer, [tokens, V]."""
-    return oracle.logits(answer.prompt + answer.tokens[:-1], answer.adapter)[len(answer.prompt) - 1 :]
+    adapters = {key: adapter_weights(adapter) for key, adapter in family_adapters(config).items()}
+    prompts = [(adapter, prompt_of(length, config.vocab_size)) for adapter, length in PROMPTS]
+    return greedy_answers(Decoder(config, family_weights(config, dtype=dtype)), adapters, prompts, sizes, NUM_TOKENS)
 
 
 def oracle_of(config: ModelConfig, folder: Path, spelling: int = 4) -> HfModel:
