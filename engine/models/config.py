@@ -231,7 +231,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _required(raw: dict[str, Any], key: str) -> Any:
+def _required(raw: Mapping[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise UnsupportedConfig(f"config lacks {key}")
     return raw[key]

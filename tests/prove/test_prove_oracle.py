@@ -32,7 +32,7 @@ NUM_TOKENS = 64
 QUESTIONS = [  # adapter, question
     ("", "Hi"),
     ("pirate", "What is the capital of France?"),
-    ("support", "How do I change my password?"),
+    ("support", "How do I change my password, and where is it kept?"),
     ("", "Write a Python function that returns the n-th Fibonacci number, and explain each of its lines."),
     ("pirate-rs", "Name three animals that live in the sea, and one that flies."),
     (

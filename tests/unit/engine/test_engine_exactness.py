@@ -144,7 +144,9 @@ def test_every_family_has_the_same_bits_alone_together_in_chunks_after_a_hit_and
     assert run(engine(), items, adapters) == solo
     assert run(chunked, items, adapters) == solo
     again = [msgspec.structs.replace(item, request_id=f"again-{item.request_id}") for item in items]
-    assert list(run(chunked, again, adapters).values()) == list(solo.values())  # from its prefix cache
+    assert list(run(chunked, again, adapters).values()) == list(solo.values())
+    hits = next(family for family in chunked.stats.families() if family.name.startswith("tenora_prefix_cache_tokens"))
+    assert sum(value for _, labels, value in hits.samples if "hit" in str(labels)) > 200  # the prefix cache was used
     torch.set_num_threads(2)
     few = items[3:6]
     assert run(engine(), few, adapters) == {item.request_id: solo[item.request_id] for item in few}
