@@ -54,7 +54,9 @@ class ModelTokenizer:
         bos = self._tokenizer.token_to_id(card.tokens.get("bos_token", ""))
         self._bos = [bos] if card.add_bos and bos is not None else []
         self._byte_level = _is_byte_level(self._tokenizer)
-        self._table = ByteTable(self._read_bytes())
+        tokens = self._read_bytes()
+        self._table = ByteTable(tokens)
+        self._word = next((i for i, data in enumerate(tokens) if len(data) > 1 and data.isalpha()), None)
         self.max_token_bytes = self._table.longest
 
     def encode(self, text: str) -> list[int]:
@@ -87,7 +89,7 @@ class ModelTokenizer:
 
     def decoder(self) -> TextDecoder:
         """A fresh decoder for one text."""
-        return ByteDecoder(self._table) if self._byte_level else StreamDecoder(self._tokenizer)
+        return ByteDecoder(self._table) if self._byte_level else StreamDecoder(self._tokenizer, self._word)
 
     def decode(self, ids: list[int]) -> str:
         """All ids at once, control tokens left out."""
@@ -137,10 +139,15 @@ class ByteDecoder:
 
 
 class StreamDecoder:
-    """Any other vocabulary: the tokenizer's DecodeStream, started anew when it can't go on."""
+    """Any other vocabulary: the tokenizer's DecodeStream, started anew when it can't go on.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    ``word`` is an id with letters only: a new stream begins behind it, since decoders may drop the blank that a text
+    begins with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, word: int | None) -> None:
         self._tokenizer = tokenizer
+        self._before = [] if word is None else [word]
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
 
@@ -160,7 +167,7 @@ class StreamDecoder:
 
     def _restart(self) -> str:
         text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(self._before, skip_special_tokens=True)
         self._pending.clear()
         return text
 

@@ -1,14 +1,17 @@
 """Self-attention over the paged cache."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.models.config import Llama3Scaling, ModelConfig, RopeConfig
+from engine.models.config import FrequencyDivisors, Llama3Scaling, ModelConfig, RopeConfig
 from engine.models.linear import Linear, LoraStep
 from kernels.paged_attention import paged_attention
+from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.store_kv import store_kv
 
@@ -25,10 +28,31 @@ class KVCache:
         self.values = like.new_zeros(shape).unbind()
 
 
-class Attention:
-    """q, k, v in one product, rope, paged attention, o."""
+def as_they_are(heads: Tensor) -> Tensor:
+    """The heads of a family that does not normalise them."""
+    return heads
 
-    def __init__(self, config: ModelConfig, layer: int, qkv: Linear, output: Linear) -> None:
+
+class HeadNorms:
+    """Every query head and every key head normalised by itself (Qwen3)."""
+
+    def __init__(self, config: ModelConfig, query: Tensor, key: Tensor) -> None:
+        self.weights = query, key  # [D] each
+        self.sizes = config.attention.num_heads, config.attention.num_kv_heads
+        self.eps = config.rms_norm_eps
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """heads [T, N_q + N_kv, D], the query heads first → the same shape."""
+        parts = zip(heads.split(self.sizes, dim=1), self.weights, strict=True)
+        return torch.cat([rms_norm(part.flatten(0, 1), weight, self.eps).view_as(part) for part, weight in parts], 1)
+
+
+class Attention:
+    """q, k, v in one product, norms of q and k where a family has them, rope, paged attention, o."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, norms: Callable[[Tensor], Tensor]
+    ) -> None:
         attention = config.attention
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = (
@@ -38,12 +62,13 @@ class Attention:
         )
         self.qkv = qkv
         self.output = output
+        self.norms = norms
 
     def __call__(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, rope_table: Tensor) -> Tensor:
         """x [T, H] → [T, H]; writes the keys and values of the T tokens."""
         num_turned = self.num_heads + self.num_kv_heads
         heads = self.qkv(x, lora).unflatten(-1, (num_turned + self.num_kv_heads, self.head_dim))
-        turned = rope(heads[:, :num_turned], batch.positions, rope_table)
+        turned = rope(self.norms(heads[:, :num_turned]), batch.positions, rope_table)
         keys, values = kv.keys[self.layer], kv.values[self.layer]
         store_kv(turned[:, self.num_heads :], heads[:, num_turned:], keys, values, batch.slot_mapping)
         queries = turned[:, : self.num_heads].contiguous()
@@ -55,7 +80,11 @@ def inverse_frequencies(rope_config: RopeConfig, head_dim: int) -> Tensor:
     """[D/2] fp32, as transformers computes them."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / rope_config.theta**exponents
-    return plain if rope_config.scaling is None else _stretch(plain, rope_config.scaling)
+    return plain if rope_config.scaling is None else _STRETCHES[type(rope_config.scaling)](plain, rope_config.scaling)
+
+
+def _divide(plain: Tensor, scaling: FrequencyDivisors) -> Tensor:
+    return plain / torch.tensor(scaling.values, dtype=torch.float32)
 
 
 def _stretch(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -65,3 +94,6 @@ def _stretch(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ramp = ramp.clamp(0.0, 1.0)
     return (1 - ramp) * plain / scaling.factor + ramp * plain
+
+
+_STRETCHES: dict[type, Callable[[Tensor, Any], Tensor]] = {Llama3Scaling: _stretch, FrequencyDivisors: _divide}

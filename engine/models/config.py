@@ -4,12 +4,11 @@ Accepts the spellings of transformers 4 and 5 (``rope_theta`` or ``rope_paramete
 decoder would compute wrongly is refused by name, never ignored.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-FAMILIES = ("llama", "mistral")  # values of model_type; decoder.py has the parts of each
 
 
 class UnsupportedConfig(ValueError):
@@ -27,20 +26,30 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class FrequencyDivisors:
+    """What each of the D/2 inverse frequencies is divided by: how GGUF files write Llama 3.1's stretch."""
+
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     theta: float = 10_000.0
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | FrequencyDivisors | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """``sliding_window`` counts the visible positions, a token's own among them; None = all."""
+    """``bias`` is that of q, k and v, ``output_bias`` that of o. ``sliding_window`` counts the visible positions, a
+    token's own among them; None = all. ``head_norms``: q and k are normalised by head before rope."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     bias: bool = False
     sliding_window: int | None = None
+    output_bias: bool = False
+    head_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +87,67 @@ def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return dict(zip(MODULES, sizes, strict=True))
 
 
+def _no_window(raw: Mapping[str, Any]) -> int | None:
+    """Llama has none: transformers ignores the key, its author did not."""
+    if raw.get("sliding_window"):
+        raise UnsupportedConfig(f"sliding_window {raw['sliding_window']} in a {raw['model_type']} model")
+    return None
+
+
+def _window_of_all(raw: Mapping[str, Any]) -> int | None:
+    return raw.get("sliding_window")
+
+
+def _window_if_used(raw: Mapping[str, Any]) -> int | None:
+    """Qwen: the layers of that type or else those from ``max_window_layers`` on, if ``use_sliding_window`` says so."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    num_layers = _required(raw, "num_hidden_layers")
+    first = min(raw["max_window_layers"], num_layers)
+    if raw.get("layer_types"):
+        first = 0 if "sliding_attention" in raw["layer_types"] else num_layers
+    if window is None or first == num_layers:
+        return None
+    if first == 0:
+        return window
+    raise UnsupportedConfig(f"max_window_layers {first}: a sliding window in some of the layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a ``model_type`` means where config.json does not say: as transformers' classes have it.
+
+    ``qkv_bias`` and ``output_bias``: True, False, or None = as ``attention_bias`` says. ``defaults`` are keys that
+    a config.json may leave out and that are not those of Llama.
+    """
+
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    head_norms: bool = False
+    window: Callable[[Mapping[str, Any]], int | None] = _no_window
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+# by model_type; decoder.py has the parts of each
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(False, False, window=_window_of_all, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family(
+        True, False, window=_window_if_used,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "qwen3": Family(
+        head_norms=True, window=_window_if_used,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+}  # fmt: skip
+
+
 def from_hf(raw: dict[str, Any]) -> ModelConfig:
     """``config.json`` as a dict → ModelConfig. Raises UnsupportedConfig, which names the key."""
+    if _required(raw, "model_type") not in FAMILIES:
+        raise UnsupportedConfig(f"model_type {raw['model_type']!r}: computed are {', '.join(FAMILIES)}")
+    family = FAMILIES[raw["model_type"]]
+    raw = {**family.defaults, **raw}
     _refuse_unknown_choices(raw)
     return ModelConfig(
         family=_required(raw, "model_type"),
@@ -88,7 +156,7 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
         num_layers=_required(raw, "num_hidden_layers"),
         vocab_size=_required(raw, "vocab_size"),
         context_tokens=_required(raw, "max_position_embeddings"),
-        attention=_attention(raw),
+        attention=_attention(raw, family),
         rope=_rope(raw),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
@@ -103,17 +171,17 @@ def dtype_name(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unknown_choices(raw: dict[str, Any]) -> None:
-    if _required(raw, "model_type") not in FAMILIES:
-        raise UnsupportedConfig(f"model_type {raw['model_type']!r}: computed are {', '.join(FAMILIES)}")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedConfig(f"hidden_act {raw['hidden_act']!r}: only silu is computed")
     if raw.get("mlp_bias"):
         raise UnsupportedConfig("mlp_bias: biases of the MLP are not computed")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise UnsupportedConfig(f"pretraining_tp {raw['pretraining_tp']}: only 1 is computed")
+    if len(set(raw.get("layer_types") or ())) > 1:
+        raise UnsupportedConfig(f"layer_types {sorted(set(raw['layer_types']))}: layers of several kinds")
 
 
-def _attention(raw: dict[str, Any]) -> AttentionConfig:
+def _attention(raw: dict[str, Any], family: Family) -> AttentionConfig:
     num_heads = _required(raw, "num_attention_heads")
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
@@ -121,8 +189,16 @@ def _attention(raw: dict[str, Any]) -> AttentionConfig:
     head_dim = raw.get("head_dim") or _required(raw, "hidden_size") // num_heads
     if head_dim % 2:
         raise UnsupportedConfig(f"head_dim {head_dim}: rope rotates pairs, an even size is needed")
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
-    return AttentionConfig(num_heads, num_kv_heads, head_dim, bool(raw.get("attention_bias")), window)
+    said = bool(raw.get("attention_bias"))
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        bias=said if family.qkv_bias is None else family.qkv_bias,
+        sliding_window=family.window(raw),
+        output_bias=said if family.output_bias is None else family.output_bias,
+        head_norms=family.head_norms,
+    )
 
 
 def _rope(raw: dict[str, Any]) -> RopeConfig:
@@ -130,6 +206,8 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
     scaling = raw.get("rope_scaling") or {}
     theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     chosen = {**scaling, **parameters}
+    if chosen.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UnsupportedConfig("partial_rotary_factor: rope over a part of each head")
     kind = chosen.get("rope_type") or chosen.get("type") or "default"
     if kind == "default":
         return RopeConfig(theta)
@@ -153,7 +231,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _required(raw: dict[str, Any], key: str) -> Any:
+def _required(raw: Mapping[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise UnsupportedConfig(f"config lacks {key}")
     return raw[key]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.models.attention import Attention, KVCache, inverse_frequencies
+from engine.models.attention import Attention, HeadNorms, KVCache, as_they_are, inverse_frequencies
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, LoraSlots, LoraStep
 from kernels.linear import LinearWeight, linear
@@ -54,9 +54,16 @@ def _fused(weights: Weights, layer: int, parent: str, modules: tuple[str, ...]) 
     return Linear(layer, modules, [weights[f"{name}.weight"] for name in names], biases)
 
 
-def _attention(config: ModelConfig, weights: Weights, layer: int) -> Attention:
+def _attention(
+    config: ModelConfig, weights: Weights, layer: int, norms: Callable[[Tensor], Tensor] = as_they_are
+) -> Attention:
     fused = partial(_fused, weights, layer, "self_attn")
-    return Attention(config, layer, fused(("q_proj", "k_proj", "v_proj")), fused(("o_proj",)))
+    return Attention(config, layer, fused(("q_proj", "k_proj", "v_proj")), fused(("o_proj",)), norms)
+
+
+def _attention_with_head_norms(config: ModelConfig, weights: Weights, layer: int) -> Attention:
+    query, key = (weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
+    return _attention(config, weights, layer, HeadNorms(config, query, key))
 
 
 def _gated_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMlp:
@@ -65,7 +72,12 @@ def _gated_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMlp:
 
 
 _LLAMA = Parts(norm=RmsNorm, attention=_attention, mlp=_gated_mlp)
-PARTS: dict[str, Parts] = {"llama": _LLAMA, "mistral": _LLAMA}
+PARTS: dict[str, Parts] = {  # biases, windows and rope's stretch follow from the config
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": Parts(norm=RmsNorm, attention=_attention_with_head_norms, mlp=_gated_mlp),
+}
 
 
 class Layer:

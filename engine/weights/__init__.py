@@ -1,10 +1,10 @@
 """Weights from files: a GGUF file or a Hugging Face directory → config, tensors, tokenizer and revision."""
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,7 +12,8 @@ from engine.models.config import ModelConfig, UnsupportedConfig, from_hf, module
 from engine.weights import gguf_model, safetensors
 from engine.weights.errors import CorruptAdapter, UnsupportedModel
 from engine.weights.gguf import GgufFile
-from engine.weights.tokenizer import card_from_directory, card_from_gguf
+from engine.weights.gguf_tokenizer import card_from_gguf
+from engine.weights.tokenizer import card_from_directory
 from engine.wire import TokenizerCard
 
 __all__ = ["CorruptAdapter", "LoadedModel", "UnsupportedModel", "load_model"]
@@ -39,17 +40,16 @@ def load_model(source: Path, dtype: torch.dtype) -> LoadedModel:
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
     file = GgufFile(path)
-    raw = gguf_model.hf_config(file)
-    config = _config(raw)
+    config = _named(lambda: gguf_model.model_config(file))
     with ThreadPoolExecutor(max_workers=1) as pool:  # hashing and decoding both leave the interpreter lock
         revision = pool.submit(lambda: hashlib.sha256(file.content).hexdigest())
-        weights = gguf_model.read_weights(file, raw, dtype)
+        weights = gguf_model.read_weights(file, config, dtype)
         tokenizer = card_from_gguf(file.metadata)
         return LoadedModel(config, _complete(config, weights), tokenizer, revision.result())
 
 
 def _load_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
-    config = _config(safetensors.hf_config(directory))
+    config = _named(lambda: from_hf(safetensors.hf_config(directory)))
     paths = safetensors.shard_paths(directory)
     weights = safetensors.read_weights(paths, dtype)
     tokenizer = card_from_directory(directory)
@@ -57,9 +57,9 @@ def _load_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
     return LoadedModel(config, _complete(config, weights), tokenizer, revision)
 
 
-def _config(raw: dict[str, Any]) -> ModelConfig:
+def _named(read: Callable[[], ModelConfig]) -> ModelConfig:
     try:
-        return from_hf(raw)
+        return read()
     except UnsupportedConfig as error:
         raise UnsupportedModel(str(error)) from error
 
@@ -79,8 +79,6 @@ def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     expected = expected_shapes(config)
-    if config.attention.bias:  # q, k and v have one then; o has it in some families
-        expected |= {name: shape for name, shape in _output_biases(config).items() if name in weights}
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     if missing:
         raise UnsupportedModel(f"the model lacks {_first(missing)}")
@@ -109,18 +107,18 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _output_biases(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    layers = range(config.num_layers)
-    return {f"model.layers.{layer}.self_attn.o_proj.bias": (config.hidden_size,) for layer in layers}
-
-
 def _layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    attention = config.attention
+    biased = {"q_proj", "k_proj", "v_proj"} if attention.bias else set()
+    biased |= {"o_proj"} if attention.output_bias else set()
     shapes: dict[str, tuple[int, ...]] = {}
     for module, (in_size, out_size) in module_sizes(config).items():
         part = "mlp" if module in {"gate_proj", "up_proj", "down_proj"} else "self_attn"
         shapes[f"{prefix}.{part}.{module}.weight"] = (out_size, in_size)
-        if config.attention.bias and module in {"q_proj", "k_proj", "v_proj"}:
+        if module in biased:
             shapes[f"{prefix}.{part}.{module}.bias"] = (out_size,)
+    if attention.head_norms:
+        shapes |= {f"{prefix}.self_attn.{part}_norm.weight": (attention.head_dim,) for part in "qk"}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         shapes[f"{prefix}.{norm}.weight"] = (config.hidden_size,)
     return shapes

@@ -1,21 +1,16 @@
-"""GGUF v3 files, read through mmap and numpy (spec: ggml-org/ggml docs/gguf.md).
-
-Block layouts are those of ggml's ``ggml-common.h``; a further tensor type is one more entry of TENSOR_TYPES.
-"""
+"""GGUF v2 and v3 files, read through mmap and numpy (spec: ggml-org/ggml docs/gguf.md)."""
 
 import math
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from engine.weights.errors import UnsupportedModel
-
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+from engine.weights.gguf_types import OTHER_NAMES, TENSOR_TYPES, Array, TensorType
 
 MAX_STRING_BYTES = 16 << 20
 MAX_COUNT = 1 << 24  # tensors, metadata entries, array members
@@ -26,22 +21,6 @@ _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_GGML_NAMES = {
-    2: "Q4_0", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """One ggml type: ``decode`` turns [blocks, block_bytes] uint8 into [blocks, block_weights] float32 of its own."""
-
-    name: str
-    block_weights: int
-    block_bytes: int
-    decode: Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,45 +34,6 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) // self.type.block_weights * self.type.block_bytes
-
-
-def _decode_f32(blocks: Array) -> Array:
-    return blocks.view("<f4").astype(np.float32)
-
-
-def _decode_f16(blocks: Array) -> Array:
-    return blocks.view("<f2").astype(np.float32)
-
-
-def _decode_q8_0(blocks: Array) -> Array:
-    """Block: f16 d, 32 × int8 q; weight = d·q."""
-    weights = blocks[:, 2:].view(np.int8).astype(np.float32)
-    weights *= _half(blocks, 0)
-    return weights
-
-
-def _decode_q4_1(blocks: Array) -> Array:
-    """Block: f16 d, f16 m, 16 bytes of two nibbles (low = weights 0–15, high = 16–31); weight = d·q + m."""
-    pairs = blocks[:, 4:]
-    nibbles = np.empty((len(blocks), 32), np.uint8)
-    np.bitwise_and(pairs, 15, out=nibbles[:, :16])
-    np.right_shift(pairs, 4, out=nibbles[:, 16:])
-    weights = nibbles.astype(np.float32)
-    weights *= _half(blocks, 0)
-    weights += _half(blocks, 2)
-    return weights
-
-
-def _half(blocks: Array, start: int) -> Array:
-    return blocks[:, start : start + 2].copy().view("<f2").astype(np.float32)
-
-
-TENSOR_TYPES = {
-    0: TensorType("F32", 1, 4, _decode_f32),
-    1: TensorType("F16", 1, 2, _decode_f16),
-    3: TensorType("Q4_1", 32, 20, _decode_q4_1),
-    8: TensorType("Q8_0", 32, 34, _decode_q8_0),
-}
 
 
 class GgufFile:
@@ -158,7 +98,7 @@ class GgufFile:
         if kind not in TENSOR_TYPES:
             known = ", ".join(each.name for each in TENSOR_TYPES.values())
             raise UnsupportedModel(
-                f"{self._name}: tensor {name} has type {_GGML_NAMES.get(kind, kind)}; supported are {known}"
+                f"{self._name}: tensor {name} has type {OTHER_NAMES.get(kind, kind)}; supported are {known}"
             )
         return name, shape, TENSOR_TYPES[kind], self._scalar("<Q")
 

@@ -1,13 +1,16 @@
 """A GGUF file as Hugging Face would have written it: config keys, tensor names, and the order of q and k rows."""
 
 import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.models.config import FrequencyDivisors, ModelConfig, from_hf
 from engine.weights.errors import UnsupportedModel
-from engine.weights.gguf import Array, GgufFile
+from engine.weights.gguf import GgufFile
+from engine.weights.gguf_types import Array
 
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight"}  # fmt: skip
@@ -21,37 +24,78 @@ _IN_LAYER = {
     "ffn_gate.weight": "mlp.gate_proj.weight",
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+    "attn_output.bias": "self_attn.o_proj.bias",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-ARCHITECTURES = ("llama",)
+_ROPE_DIVISORS = "rope_freqs.weight"  # Llama 3.1's stretch, worked out by llama.cpp's converter
 
 
-def hf_config(file: GgufFile) -> dict[str, Any]:
-    """``config.json`` of the same model. Raises UnsupportedModel for an architecture or a feature not served."""
-    metadata = file.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise UnsupportedModel(f"GGUF architecture {architecture!r}; supported are {', '.join(ARCHITECTURES)}")
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """``reordered``: llama.cpp stores the rows of q and k in the order of its own rope."""
+
+    family: str
+    reordered: bool
+
+
+ARCHITECTURES = {  # by general.architecture; Mistral and SmolLM2 files say "llama"
+    "llama": Architecture("llama", reordered=True),
+    "qwen2": Architecture("qwen2", reordered=False),
+    "qwen3": Architecture("qwen3", reordered=False),
+}
+
+
+def model_config(file: GgufFile) -> ModelConfig:
+    """Raises UnsupportedModel for an architecture or a feature not served, UnsupportedConfig for an odd size."""
+    config = from_hf(_hf_config(file))
+    if _ROPE_DIVISORS not in file.tensors:
+        return config
+    divisors = file.read(_ROPE_DIVISORS)
+    if divisors.shape != (config.attention.head_dim // 2,):
+        raise UnsupportedModel(f"{_ROPE_DIVISORS} has shape {divisors.shape}")
+    scaling = FrequencyDivisors(tuple(divisors.tolist()))
+    return replace(config, rope=replace(config.rope, scaling=scaling))
+
+
+def _architecture(file: GgufFile) -> str:
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(f"GGUF architecture {name!r}; supported are {', '.join(ARCHITECTURES)}")
+    return name
+
+
+def _hf_config(file: GgufFile) -> dict[str, Any]:
+    """``config.json`` of the same model."""
+    metadata, architecture = file.metadata, _architecture(file)
     _refuse_features(metadata, architecture)
 
     def field(name: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{name}", default)
         if value is None:
             raise UnsupportedModel(f"the GGUF metadata has no {architecture}.{name}")
+        if isinstance(value, np.ndarray):
+            raise UnsupportedModel(f"{architecture}.{name} differs by layer")
         return value
 
     num_heads = field("attention.head_count")
-    head_dim = field("rope.dimension_count", field("embedding_length") // num_heads)
-    if metadata.get(f"{architecture}.attention.key_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{architecture}.rope.dimension_count {head_dim}: rotating part of a head")
+    head_dim = field("attention.key_length", field("embedding_length") // num_heads)
+    for other in ("rope.dimension_count", "attention.value_length"):
+        if field(other, head_dim) != head_dim:
+            raise UnsupportedModel(f"{architecture}.{other} {field(other)}: heads of {head_dim} that are not all alike")
     return {
-        "model_type": architecture,
+        "model_type": ARCHITECTURES[architecture].family,
         "hidden_size": field("embedding_length"),
         "intermediate_size": field("feed_forward_length"),
         "num_hidden_layers": field("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": field("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
         "max_position_embeddings": field("context_length"),
         "rms_norm_eps": _decimal(field("attention.layer_norm_rms_epsilon")),
@@ -73,6 +117,8 @@ def _refuse_features(metadata: dict[str, Any], architecture: str) -> None:
         raise UnsupportedModel(f"{architecture}.expert_count: experts in GGUF files")
     if metadata.get(f"{architecture}.rope.scaling.type", "none") != "none":
         raise UnsupportedModel(f"{architecture}.rope.scaling.type {metadata[f'{architecture}.rope.scaling.type']!r}")
+    if metadata.get(f"{architecture}.attention.sliding_window", 0):
+        raise UnsupportedModel(f"{architecture}.attention.sliding_window in a GGUF file")
     if metadata.get("split.count", 1) > 1:
         raise UnsupportedModel("split.count: a GGUF model in several files")
 
@@ -82,15 +128,16 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def read_weights(file: GgufFile, config: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_weights(file: GgufFile, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors by Hugging Face name, in ``dtype``. Raises UnsupportedModel for a tensor without such a name."""
-    names = {name: hf_name(name) for name in file.tensors}
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    names = {name: hf_name(name) for name in file.tensors if name != _ROPE_DIVISORS}
+    heads = {"q_proj": config.attention.num_heads, "k_proj": config.attention.num_kv_heads}
+    reordered = heads if ARCHITECTURES[_architecture(file)].reordered else {}
     weights = {}
     for name, hugging_face in names.items():
         values = file.read(name)
-        module = hugging_face.removesuffix(".weight").rpartition(".")[2]
-        if module in heads:
+        module = hugging_face.split(".")[-2]
+        if module in reordered:
             values = unpermute(values, heads[module])
         weights[hugging_face] = torch.from_numpy(values).to(dtype)
     return weights
@@ -106,8 +153,10 @@ def hf_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}"
 
 
-def unpermute(weight: Array, num_heads: int) -> Array:
-    """Undoes llama.cpp's reordering of q and k rows: [pair, half] within a head back to [half, pair]."""
-    rows, columns = weight.shape
-    halves = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
+def unpermute(rows: Array, num_heads: int) -> Array:
+    """Undoes llama.cpp's reordering of q and k rows (a weight's or a bias's): [pair, half] within a head back to
+    [half, pair]. Raises UnsupportedModel for a number of rows that no such heads have."""
+    if len(rows) % (2 * num_heads):
+        raise UnsupportedModel(f"{len(rows)} rows of q or k in {num_heads} heads")
+    halves = rows.reshape(num_heads, len(rows) // num_heads // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)

@@ -5,6 +5,7 @@ Cases 9 and 12, and the fair turn of two tenants counted in steps.
 
 import random
 
+import msgspec
 import pytest
 import torch
 
@@ -12,9 +13,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.runner import Runner
-from engine.weights.adapter import AdapterWeights, LoraPair
 from engine.wire import Flow, SamplingParams, Submit, pack_ids, unpack_ids
+from tests.families import DENSE, family_adapters, family_weights
 from tests.tiny import tiny_adapter, tiny_config, tiny_weights
+from tests.tiny_steps import adapter_weights
 
 ADAPTERS = {
     "a": tiny_adapter(1, rank=4),
@@ -33,11 +35,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def host_copy(adapter: dict) -> AdapterWeights:
-    pairs = {place: LoraPair(a, b, scale) for place, (a, b, scale) in adapter.items()}
-    return AdapterWeights(pairs, sum(a.nbytes + b.nbytes for a, b, _ in adapter.values()))
-
-
 def make_engine(dtype: torch.dtype = torch.float32, **sizes) -> Engine:
     config = EngineConfig(**{"block_size": 4, "num_blocks": 512, "context_tokens": 512, "adapter_slots": 4} | sizes)
     return Engine(config, Runner(Decoder(tiny_config(), tiny_weights(dtype=dtype)), config))
@@ -50,7 +47,7 @@ def submit(name: str, prompt: list[int], adapter: str = "", flow: str = "f", sam
     )  # fmt: skip
 
 
-def run(engine: Engine, submits: list[Submit]) -> dict[str, tuple]:
+def run(engine: Engine, submits: list[Submit], adapters: dict = ADAPTERS) -> dict[str, tuple]:
     """All of them together to their ends: request → (tokens, log-probabilities), exactly as they came."""
     for item in submits:
         engine.add(item)
@@ -61,7 +58,7 @@ def run(engine: Engine, submits: list[Submit]) -> dict[str, tuple]:
             break
         result = engine.step()
         for key in result.wanted:
-            engine.adapter_ready(key, host_copy(ADAPTERS[key]))
+            engine.adapter_ready(key, adapter_weights(adapters[key]))
         for delta in result.deltas:
             tokens[delta.request_id] += unpack_ids(delta.token_ids)
             logprobs[delta.request_id] += delta.logprobs
@@ -126,6 +123,35 @@ def test_a_prefix_hit_equals_the_cold_run_to_the_bit(dtype):
     assert (tuple(tokens), tuple(logprobs)) == cold["x"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", DENSE)
+def test_every_family_has_the_same_bits_alone_together_in_chunks_after_a_hit_and_on_two_threads(name: str, dtype):
+    """Prompts on both sides of a block, the window and a tile; chunks of 31 end on none of them."""
+    model, adapters = DENSE[name], family_adapters(DENSE[name])
+    weights = family_weights(model, dtype=dtype)
+    brief = SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, ignore_eos=True)
+
+    def engine(**sizes) -> Engine:
+        config = EngineConfig(block_size=4, num_blocks=512, context_tokens=512, adapter_slots=4, **sizes)
+        return Engine(config, Runner(Decoder(model, weights), config))
+
+    items = [submit(f"r{i}", prompt_of(n), adapter, sampling=brief) for i, (adapter, n) in enumerate(MIXED)]
+    solo = {}
+    for item in items:
+        solo |= run(engine(), [item], adapters)
+
+    chunked = engine(max_step_tokens=31)
+    assert run(engine(), items, adapters) == solo
+    assert run(chunked, items, adapters) == solo
+    again = [msgspec.structs.replace(item, request_id=f"again-{item.request_id}") for item in items]
+    assert list(run(chunked, again, adapters).values()) == list(solo.values())
+    hits = next(family for family in chunked.stats.families() if family.name.startswith("tenora_prefix_cache_tokens"))
+    assert sum(value for _, labels, value in hits.samples if "hit" in str(labels)) > 200  # the prefix cache was used
+    torch.set_num_threads(2)
+    few = items[3:6]
+    assert run(engine(), few, adapters) == {item.request_id: solo[item.request_id] for item in few}
+
+
 def test_preemption_changes_no_bit():
     items = [submit(f"p{i}", prompt_of(20, i), ("", "a")[i % 2]) for i in range(6)]
     calm = run(make_engine(), items)
@@ -164,7 +190,7 @@ def test_a_step_runs_one_forward_whatever_the_number_of_sequences():
         runner = Runner(Decoder(tiny_config(), tiny_weights()), config)
         engine = Engine(config, runner)
         for key, adapter in ADAPTERS.items():
-            engine.adapter_ready(key, host_copy(adapter))
+            engine.adapter_ready(key, adapter_weights(adapter))
         for i in range(num):
             engine.add(submit(f"r{i}", prompt_of(4, i), ("", "a", "b", "c")[i % 4]))
         counts = []

@@ -17,6 +17,9 @@ SCALING = {
 }
 
 
+NULL = object()  # null in JSON, unlike a key that is not there
+
+
 def changed(**keys) -> dict:
     """The tiny config.json with other keys; None takes one away."""
     return {key: value for key, value in {**TINY, **keys}.items() if value is not None}
@@ -49,6 +52,52 @@ def test_missing_keys_have_the_defaults_of_hugging_face():
     assert config.rope.theta == 10_000.0
 
 
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, 16),
+        ({"model_type": "mistral", "sliding_window": NULL}, None),
+        ({"model_type": "mistral"}, 4096),  # transformers' default
+        (QWEN2 | {"use_sliding_window": False}, None),
+        (QWEN2, None),  # from layer 28 on, of which there are none
+        (QWEN2 | {"max_window_layers": 2}, None),
+        (QWEN2 | {"max_window_layers": 0}, 16),
+        (QWEN2 | {"layer_types": ["full_attention"] * 2, "max_window_layers": 0}, None),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, 16),
+    ],
+)
+def test_each_family_has_its_own_word_for_the_window(keys: dict, expected: int | None):
+    raw = {key: None if value is NULL else value for key, value in {**changed(sliding_window=None), **keys}.items()}
+
+    assert from_hf(raw).attention.sliding_window == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, (False, False, False)),
+        ({"attention_bias": True}, (True, True, False)),
+        ({"model_type": "mistral", "attention_bias": True}, (False, False, False)),
+        ({"model_type": "qwen2"}, (True, False, False)),
+        ({"model_type": "qwen3"}, (False, False, True)),
+        ({"model_type": "qwen3", "attention_bias": True}, (True, True, True)),
+    ],
+)
+def test_each_family_has_its_own_biases_and_norms(keys: dict, expected: tuple):
+    attention = from_hf(changed(**keys)).attention
+
+    assert (attention.bias, attention.output_bias, attention.head_norms) == expected
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes():
+    qwen3 = from_hf(changed(model_type="qwen3", head_dim=None, num_attention_heads=64, num_key_value_heads=None))
+
+    assert (qwen3.attention.head_dim, qwen3.attention.num_kv_heads) == (128, 32)
+
+
 @pytest.mark.parametrize(("given", "expected"), [(2, (2,)), ([2, 7], (2, 7)), (None, ())])
 def test_end_tokens_may_be_one_several_or_none(given, expected):
     assert from_hf(changed(eos_token_id=given)).eos_token_ids == expected
@@ -64,6 +113,11 @@ def test_end_tokens_may_be_one_several_or_none(given, expected):
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"sliding_window": 16}, "sliding_window"),
+        (QWEN2 | {"max_window_layers": 1}, "max_window_layers"),
+        (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_name(keys: dict, named: str):
