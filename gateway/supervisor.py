@@ -13,7 +13,6 @@ import stat
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
