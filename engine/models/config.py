@@ -12,6 +12,7 @@ ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 
 
+
 class UnsupportedConfig(ValueError):
     """The configuration asks for something that the decoder does not compute; the message names it."""
 

@@ -17,7 +17,8 @@ from engine.weights.errors import UnsupportedModel
 
 SCHEME = "upcycle:"
 ROUTER_STD = 0.02
-FAMILIES = {"llama": "qwen2_moe"}  # dense → the family of the same attention that mixes dense layers and experts
+# dense → the family of the same attention whose layers may have experts
+FAMILIES = {"llama": "qwen2_moe", "mistral": "qwen2_moe", "qwen2": "qwen2_moe", "qwen3": "qwen3_moe"}
 
 Weights = dict[str, Tensor]
 
