@@ -147,9 +147,8 @@ def _window_not_used(raw: Mapping[str, Any]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """What config.json calls the number of experts and their width. ``renormalize`` None = as ``norm_topk_prob``."""
+    """What config.json calls the width of an expert. ``renormalize`` None = as ``norm_topk_prob`` says."""
 
-    number: str = "num_experts"
     width: str = "moe_intermediate_size"
     renormalize: bool | None = None
 
@@ -185,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     ),
     "mixtral": Family(
-        False, False, window=_window_of_all, experts=ExpertKeys("num_local_experts", "intermediate_size", True),
+        False, False, window=_window_of_all, experts=ExpertKeys("intermediate_size", True),
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     ),
     "qwen2_moe": Family(
@@ -197,7 +196,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 4, "sliding_window": 4096},
     ),
     "olmoe": Family(
-        whole_norms=True, experts=ExpertKeys(width="intermediate_size"), defaults={"rms_norm_eps": 1e-5},
+        whole_norms=True, experts=ExpertKeys("intermediate_size"), defaults={"rms_norm_eps": 1e-5},
     ),
 }  # fmt: skip
 
@@ -290,7 +289,9 @@ def _llama3(chosen: dict[str, Any]) -> Llama3Scaling:
 
 
 def _moe(raw: dict[str, Any], keys: ExpertKeys) -> MoeConfig:
-    num_experts, top_k = _required(raw, keys.number), _required(raw, "num_experts_per_tok")
+    # Mixtral's word; transformers 5 writes it for Qwen3-MoE too
+    num_experts = raw.get("num_local_experts") or _required(raw, "num_experts")
+    top_k = _required(raw, "num_experts_per_tok")
     if not 1 <= top_k <= num_experts:
         raise UnsupportedConfig(f"num_experts_per_tok {top_k} of {num_experts} experts")
     return MoeConfig(

@@ -373,7 +373,7 @@ def test_qwen_moe_has_biases_on_q_k_and_v_unless_told(told, bias):
     [
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8"),
         (MIXTRAL, {"num_experts_per_tok": 0}, "num_experts_per_tok 0 of 8"),
-        (MIXTRAL, {"num_local_experts": None}, "num_local_experts"),
+        (MIXTRAL, {"num_local_experts": None}, "lacks num_experts"),
         (QWEN, {"use_sliding_window": True}, "use_sliding_window"),
         (MIXTRAL, {"model_type": "olmoe", "num_experts": 8, "clip_qkv": 8.0}, "clip_qkv 8.0"),
         (QWEN, {"mlp_only_layers": [0, 1, 2, 3, 4, 5]}, "mlp_only_layers"),
