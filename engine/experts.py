@@ -17,7 +17,8 @@ def homes(num_experts: int, num_ranks: int) -> list[range]:
     one more; ranks past the last expert have none. Raises ValueError without experts or ranks."""
     if num_experts < 1 or num_ranks < 1:
         raise ValueError(f"{num_experts} experts on {num_ranks} ranks: at least one of each is needed")
-    return [range(first, end) for first, end in pairwise(num_experts * rank // num_ranks for rank in range(num_ranks + 1))]
+    borders = [num_experts * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [range(first, end) for first, end in pairwise(borders)]
 
 
 def balancedness(counts: Counts) -> float:

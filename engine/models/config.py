@@ -12,7 +12,6 @@ ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 
 
-
 class UnsupportedConfig(ValueError):
     """The configuration asks for something that the decoder does not compute; the message names it."""
 
@@ -106,8 +105,8 @@ def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         (hidden, inner),
         (inner, hidden),
     )
-    adaptable = dict(zip(MODULES, sizes, strict=True))
-    return adaptable if config.moe is None else {name: adaptable[name] for name in ATTENTION_MODULES}
+    adaptable = MODULES if config.moe is None else ATTENTION_MODULES
+    return {name: size for name, size in zip(MODULES, sizes, strict=True) if name in adaptable}
 
 
 def _no_window(raw: Mapping[str, Any]) -> int | None:

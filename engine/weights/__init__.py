@@ -1,5 +1,4 @@
-"""Weights from files: a GGUF file or a Hugging Face directory, or what is upcycled from one → config, tensors, tokenizer
-and revision."""
+"""Weights from a GGUF file, a Hugging Face directory, or upcycled from one → config, tensors, tokenizer, revision."""
 
 import hashlib
 from collections.abc import Callable

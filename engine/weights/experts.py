@@ -35,9 +35,7 @@ def _rename_mixtral(weights: Weights, prefix: str, num_experts: int) -> None:
 
 
 def _fuse_layer(weights: Weights, prefix: str, num_experts: int) -> None:
-    gate, up, down = (
-        [f"{prefix}.{expert}.{module}.weight" for expert in range(num_experts)] for module in _MIXTRAL
-    )
+    gate, up, down = ([f"{prefix}.{expert}.{module}.weight" for expert in range(num_experts)] for module in _MIXTRAL)
     if any(name not in weights for name in (*gate, *up, *down)):
         return
     shapes = {(weights[name].shape, weights[name].T.shape) for name in (*gate, *up)}

@@ -47,7 +47,7 @@ def parse(source: str) -> tuple[Path, Recipe]:
     """``upcycle:PATH`` with options behind the last ``?`` → the dense model's path, and the recipe. Raises
     UnsupportedModel for an option that is none."""
     path, _, options = source.removeprefix(SCHEME).partition("?")
-    kinds = {field.name: field.type for field in fields(Recipe)}
+    kinds = {field.name: type(field.default) for field in fields(Recipe)}
     values = {}
     for option in filter(None, options.split("&")):
         name, _, text = option.partition("=")

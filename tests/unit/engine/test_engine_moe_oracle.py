@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,7 +48,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", QWEN | {"norm_topk_prob": True, "head_dim": 24, "mlp_only_layers": [0]}),
     "qwen3_moe-plain": ("qwen3_moe", QWEN | {"num_experts": 60, "num_experts_per_tok": 8}),
     "olmoe": ("olmoe", {"num_experts": 8, "intermediate_size": 12}),
-    "olmoe-norm": ("olmoe", {"num_experts": 7, "intermediate_size": 12, "norm_topk_prob": True, "attention_bias": True}),
+    "olmoe-norm": (
+        "olmoe", {"num_experts": 7, "intermediate_size": 12, "norm_topk_prob": True, "attention_bias": True},
+    ),
 }  # fmt: skip
 
 
@@ -100,8 +103,9 @@ class HfModel:
         """As it is in transformers' memory: all experts of a layer in one tensor."""
         folder.mkdir()
         self.config.save_pretrained(folder)
-        tied = self.config.tie_word_embeddings
-        save_file({k: v for k, v in self.weights.items() if not (tied and k == "lm_head.weight")}, folder / "model.safetensors")
+        left_out = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        stored = {name: weight for name, weight in self.weights.items() if name not in left_out}
+        save_file(stored, folder / "model.safetensors")
         tiny_tokenizer().save(str(folder / "tokenizer.json"))
         return folder
 
@@ -187,7 +191,5 @@ def test_fused_and_classic_checkpoints_are_the_same_model(name: str, tmp_path: P
 
 
 def _names(folder: Path) -> set[str]:
-    from safetensors import safe_open
-
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return set(file.keys())
