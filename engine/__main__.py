@@ -16,6 +16,7 @@ DRAIN_S = 30.0
 SWITCH_INTERVAL_S = 0.0005  # the step thread waits no longer than this for the interpreter
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LOCK_WAIT_S = 10.0
+SOURCE_HELP = "a .gguf file, a Hugging Face folder, or upcycle:PATH of one, perhaps with ?options (weights/upcycle.py)"
 
 logger = logging.getLogger("engine")
 
@@ -51,7 +52,7 @@ async def _serve(options: argparse.Namespace, parent: int) -> None:
         logger.warning("cut %d bytes of an unfinished group off the journal", journal.torn_bytes)
     name, _, source = options.model.partition("=")
     sizes = {key: value for key, value in vars(options).items() if key in Options.__dataclass_fields__}
-    built = build(Options(**{**sizes, "model": name, "source": Path(source)}))
+    built = build(Options(**{**sizes, "model": name, "source": source}))
     identity = Identity(options.engine_id, built.card, built.tokenizer)
     server = Server(identity, built.engine, journal, DiskTier(options.dir / "adapters"))
     stop = _watch_signals(parent)
@@ -114,7 +115,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
     add = parser.add_argument
     add("--socket", type=Path, required=True, help="unix socket, in a folder that only we may enter")
-    add("--model", type=_model, required=True, metavar="NAME=SOURCE", help="a .gguf file or a Hugging Face folder")
+    add(
+        "--model",
+        type=_model,
+        required=True,
+        metavar="NAME=SOURCE",
+        help=SOURCE_HELP,
+    )
     add("--dir", type=Path, required=True, help="journal and adapter files")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")

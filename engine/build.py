@@ -28,7 +28,7 @@ class Options:
     """What the command line says; 0 and "auto" are resolved by ``build``."""
 
     model: str
-    source: Path
+    source: str | Path  # as load_model takes it
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0

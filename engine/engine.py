@@ -11,6 +11,7 @@ from engine import cost, wire
 from engine.adapter_pool import AdapterPool, HostTier, HostWeights
 from engine.config import EngineConfig
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
+from engine.experts import ExpertLoad
 from engine.intake import ModelInfo, make_sequences, read_prompts
 from engine.outbox import Outbox
 from engine.scheduler import ChunkResult, Scheduler, StepPlan
@@ -23,6 +24,8 @@ class StepRunner(Protocol):
 
     @property
     def model_info(self) -> ModelInfo: ...
+    @property
+    def expert_load(self) -> ExpertLoad | None: ...
     def run(self, plan: StepPlan) -> abc.Sequence[ChunkResult]: ...
     def load_slot(self, slot: int, weights: Any) -> None: ...
     def clear_slot(self, slot: int) -> None: ...
@@ -62,7 +65,7 @@ class Engine:
         self.config = config
         self.adapters = AdapterPool(config.adapter_slots, HostTier(config.host_adapter_bytes))
         self.scheduler = Scheduler(config, self.adapters)
-        self.stats = EngineStats(self.scheduler, clock)
+        self.stats = EngineStats(self.scheduler, clock, runner.expert_load)
         self._runner = runner
         self._clock = clock
         self._seed_source = seed_source

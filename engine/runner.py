@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.config import EngineConfig
+from engine.experts import ExpertLoad
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.linear import LoraSlots
@@ -34,6 +35,8 @@ class Runner:
         self.kv = KVCache(model.config, config.num_blocks, config.block_size, model.embedding)
         self.slots = LoraSlots(model.config, config.adapter_slots, config.max_lora_rank, model.embedding)
         self._sampler = Sampler(model.config.eos_token_ids)
+        moe = model.config.moe
+        self.expert_load = ExpertLoad(moe.layers, model.expert_tokens) if moe else None
 
     @property
     def num_linear_calls(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.cost import split
+from engine.experts import ExpertLoad
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import CLASS_RANK
 from engine.wire import Family
@@ -103,11 +104,12 @@ class EngineStats:
     """Adds up steps. Every nanosecond since the start is in one account: attributed to a request, adapter load,
     idle (as the step thread says), or overhead: scheduling, and what else lies between two forwards."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], int]) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], int], experts: ExpertLoad | None = None) -> None:
         self.account_ns = dict.fromkeys(("attributed", "load", "overhead", "idle"), 0)
         self.phase_ns = {"prefill": 0, "decode": 0}
         self._scheduler = scheduler
         self._clock = clock
+        self._experts = experts
         self._started_ns = self._ended_ns = clock()
         self._recent: deque[tuple[int, int]] = deque()  # (end, busy ns) of the steps in the window
         self._step_seconds = {kind: Histogram(STEP_BUCKETS) for kind in ("prefill", "decode", "mixed")}
@@ -140,6 +142,7 @@ class EngineStats:
             *_queue_families(self._scheduler),
             *_block_families(self._scheduler),
             *_adapter_families(self._scheduler),
+            *self._expert_families(),
             _histogram("tenora_adapter_load_seconds", "Moving an adapter into its slot", {"": self._load_seconds}),
         ]
 
@@ -170,6 +173,18 @@ class EngineStats:
         yield _histogram("tenora_step_seconds", "Forward passes", self._step_seconds, "kind")
         yield _histogram("tenora_batch_sequences", "Sequences of a step", {"": self._batch_sequences})
         yield _histogram("tenora_batch_tokens", "Tokens of a step", self._batch_tokens, "phase")
+
+    def _expert_families(self) -> Iterable[Family]:
+        if self._experts is None:
+            return
+        even = self._experts.recent_balancedness(self._clock())
+        help_text = "Mean over highest load of an expert in the last minute"
+        yield _single("tenora_expert_balancedness", "gauge", help_text, even)
+        tokens = [
+            ("_total", {"layer": str(layer), "expert": str(expert)}, float(number))
+            for (layer, expert), number in self._experts.top().items()
+        ]
+        yield Family("tenora_expert_tokens", "counter", "Tokens of the most used experts", tokens)
 
 
 def _queue_families(scheduler: Scheduler) -> Iterable[Family]:

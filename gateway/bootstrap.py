@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 import migrations
 from gateway.client import Api, ApiFailed, adapter_files
 from gateway.ops_app import OpsContext
-from gateway.settings import DEFAULT_MODEL, CannotStart, Settings, parse_model
+from gateway.settings import DEFAULT_MODEL, MOE_MODEL, CannotStart, Settings, parse_model
 from tenants import keys
 from tenants.database import Database
 from tenants.directory import Directory, bump_epoch
@@ -174,8 +174,9 @@ async def _mint_demo_key(repository: KeyRepository, tenant_id: str, secrets: Sec
 
 
 async def upload_demo_adapters(settings: Settings, start: Start) -> None:
-    """Gives each demo tenant its adapter when the default model is served. Raises BootstrapError."""
-    bases = [name for name, source in map(parse_model, settings.serve.models) if source == DEFAULT_MODEL]
+    """Gives each demo tenant its adapter when the default model is served, dense or upcycled. Raises BootstrapError."""
+    models = map(parse_model, settings.serve.models)
+    bases = [name for name, source in models if source.partition("?")[0] in (DEFAULT_MODEL, MOE_MODEL)]
     if not bases:
         return
     for tenant, adapter in DEMO_ADAPTERS.items():

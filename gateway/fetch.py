@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.settings import DEFAULT_MODEL, CannotStart, Settings
+from gateway.settings import DEFAULT_MODEL, MOE_MODEL, CannotStart, Settings
 
 Say = Callable[[str], None]
 
@@ -39,6 +39,24 @@ RECIPES = {
 }
 
 
+UPCYCLE = "upcycle:"  # engine/weights/upcycle.py has its options
+MADE_OF = {MOE_MODEL: UPCYCLE + DEFAULT_MODEL}
+
+
+def engine_source(source: str, cache: Path, *, may_fetch: bool = True, say: Say = lambda line: None) -> str:
+    """A SOURCE as an engine takes it: a path that is there, or ``upcycle:`` with one and perhaps ``?options``.
+
+    Raises FetchError.
+    """
+    recipe, mark, options = source.partition("?")
+    if recipe in MADE_OF:
+        source = MADE_OF[recipe] + mark + options
+    if not source.startswith(UPCYCLE):
+        return str(resolve(source, cache, may_fetch=may_fetch, say=say))
+    dense, mark, options = source.removeprefix(UPCYCLE).partition("?")
+    return f"{UPCYCLE}{resolve(dense, cache, may_fetch=may_fetch, say=say)}{mark}{options}"
+
+
 def resolve(source: str, cache: Path, *, may_fetch: bool = True, say: Say = lambda line: None) -> Path:
     """A SOURCE (recipe, .gguf file, Hugging Face folder) as a path that is there. Raises FetchError."""
     recipe = RECIPES.get(source)
@@ -49,7 +67,7 @@ def resolve(source: str, cache: Path, *, may_fetch: bool = True, say: Say = lamb
         return path
     if path.is_dir() and (path / "config.json").is_file():
         return path
-    known = ", ".join(RECIPES)
+    known = ", ".join((*RECIPES, *MADE_OF))
     raise FetchError(f"--model {source}: neither a recipe ({known}), nor a .gguf file, nor a folder with config.json")
 
 

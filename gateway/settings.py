@@ -16,6 +16,7 @@ import click
 
 PREFIX = "TENORA_"
 DEFAULT_MODEL = "smollm2-135m"
+MOE_MODEL = "smollm2-135m-moe8"  # the default model, upcycled
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}")  # as long as a sealed context has room for
 _MAX_SOCKET_FOLDER = 70  # bytes; Linux takes socket paths of 107
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -260,7 +261,9 @@ class _Listed(click.ParamType):
 _LISTED = _Listed()
 _PORT = click.IntRange(0, 65535)
 _POSITIVE = click.IntRange(min=1)
-_MODEL_HELP = "[NAME=]SOURCE: a recipe (smollm2-135m), a .gguf file, or a Hugging Face folder. Repeatable."
+_MODEL_HELP = (
+    "[NAME=]SOURCE: a recipe (smollm2-135m, smollm2-135m-moe8), a .gguf file, or a Hugging Face folder. Repeatable."
+)
 _VARIABLES = {"models": "MODEL", "engines_per_model": "ENGINES"}
 
 

@@ -13,7 +13,6 @@ import stat
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -40,10 +39,10 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model to serve: its name and where its files are."""
+    """A model to serve: its name and what an engine takes as its source."""
 
     name: str
-    source: Path
+    source: str
 
 
 def serve(settings: Settings) -> None:
@@ -74,7 +73,8 @@ def find_models(settings: Settings) -> list[Model]:
     models = []
     for text in options.models:
         name, source = parse_model(text)
-        models.append(Model(name, fetch.resolve(source, options.model_cache, may_fetch=options.fetch, say=say)))
+        found = fetch.engine_source(source, options.model_cache, may_fetch=options.fetch, say=say)
+        models.append(Model(name, found))
     return models
 
 

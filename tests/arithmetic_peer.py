@@ -58,6 +58,7 @@ class ArithmeticRunner:
     config: EngineConfig
     clock: Clock = field(default_factory=Clock)
     model_info: Model = field(default_factory=Model)
+    expert_load: None = None
 
     def __post_init__(self) -> None:
         self.cells: dict[tuple[int, int], Cell] = {}

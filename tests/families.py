@@ -60,10 +60,11 @@ def family_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
         ):
             bias = torch.randn(len(weight), generator=draw) * 0.3
             weights[name.replace(".weight", ".bias")] = bias.to(dtype)
-    if attention.head_norms:
+    if attention.head_norms or attention.whole_norms:
+        sizes = (attention.num_heads, attention.num_kv_heads) if attention.whole_norms else (1, 1)
         for layer in range(config.num_layers):
-            for part in ("q_norm", "k_norm"):
-                norm = 1 + 0.3 * torch.randn(attention.head_dim, generator=draw)
+            for part, num_heads in zip(("q_norm", "k_norm"), sizes, strict=True):
+                norm = 1 + 0.3 * torch.randn(num_heads * attention.head_dim, generator=draw)
                 weights[f"model.layers.{layer}.self_attn.{part}.weight"] = norm.to(dtype)
     return weights
 

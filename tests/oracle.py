@@ -4,6 +4,8 @@ No KV cache, no batch, no kernels: the whole sequence again for every token, in 
 engine says must agree with this, with adapters merged into the weights by a plain matmul.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -24,7 +26,16 @@ def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def logits(config, weights: Weights, ids: list[int]) -> torch.Tensor:
+def gated_mlp(part: Weights, x: torch.Tensor) -> torch.Tensor:
+    """x [T, H] → [T, H]; ``part`` is one layer's weights."""
+    gate, up = x @ part["mlp.gate_proj.weight"].T, x @ part["mlp.up_proj.weight"].T
+    return (functional.silu(gate) * up) @ part["mlp.down_proj.weight"].T
+
+
+Mlp = Callable[[Weights, torch.Tensor], torch.Tensor]
+
+
+def logits(config, weights: Weights, ids: list[int], mlp: Mlp = gated_mlp) -> torch.Tensor:
     """All positions' logits [T, V]. ``config`` has Hugging Face's field names as attributes or keys."""
     get = config.get if isinstance(config, dict) else lambda name: getattr(config, name)
     heads, kv_heads, eps = get("num_attention_heads"), get("num_key_value_heads"), get("rms_norm_eps")
@@ -46,8 +57,7 @@ def logits(config, weights: Weights, ids: list[int]) -> torch.Tensor:
         attended = (scores @ v).transpose(0, 1).reshape(len(ids), -1)
         x = x + attended @ part["self_attn.o_proj.weight"].T
         h = _norm(x, part["post_attention_layernorm.weight"], eps)
-        gate, up = h @ part["mlp.gate_proj.weight"].T, h @ part["mlp.up_proj.weight"].T
-        x = x + (functional.silu(gate) * up) @ part["mlp.down_proj.weight"].T
+        x = x + mlp(part, h)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return _norm(x, weights["model.norm.weight"], eps) @ head.T
 

@@ -47,6 +47,20 @@ class HeadNorms:
         return torch.cat([rms_norm(part.flatten(0, 1), weight, self.eps).view_as(part) for part, weight in parts], 1)
 
 
+class WholeNorms:
+    """All query heads of a token normalised as one vector, and so its key heads (OLMoE)."""
+
+    def __init__(self, config: ModelConfig, query: Tensor, key: Tensor) -> None:
+        self.weights = query, key  # [N_q · D], [N_kv · D]
+        self.sizes = config.attention.num_heads, config.attention.num_kv_heads
+        self.eps = config.rms_norm_eps
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """heads [T, N_q + N_kv, D], the query heads first → the same shape."""
+        parts = zip(heads.split(self.sizes, dim=1), self.weights, strict=True)
+        return torch.cat([rms_norm(part.flatten(1), weight, self.eps).view_as(part) for part, weight in parts], 1)
+
+
 class Attention:
     """q, k, v in one product, norms of q and k where a family has them, rope, paged attention, o."""
 

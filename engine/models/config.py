@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 
 
 class UnsupportedConfig(ValueError):
@@ -41,7 +42,8 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """``bias`` is that of q, k and v, ``output_bias`` that of o. ``sliding_window`` counts the visible positions, a
-    token's own among them; None = all. ``head_norms``: q and k are normalised by head before rope."""
+    token's own among them; None = all. ``head_norms``: q and k are normalised by head before rope; ``whole_norms``:
+    each over all of its heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -50,6 +52,20 @@ class AttentionConfig:
     sliding_window: int | None = None
     output_bias: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Experts in ``layers``; the others are dense. Weights of the chosen sum to 1 where ``renormalize``.
+    ``shared_intermediate_size`` 0 = no shared expert."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    renormalize: bool
+    layers: tuple[int, ...]
+    shared_intermediate_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +84,15 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
+    moe: MoeConfig | None = None
 
 
 def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The adaptable linears of each layer: name → (in, out), in the order of MODULES."""
+    """The adaptable linears, which every layer has: name → (in, out), in the order of MODULES.
+
+    With experts they are those of attention: an adapter's module is one of all layers, and dense MLPs are in some
+    layers only, or none.
+    """
     attention = config.attention
     query, key_value = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -84,7 +105,8 @@ def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         (hidden, inner),
         (inner, hidden),
     )
-    return dict(zip(MODULES, sizes, strict=True))
+    adaptable = MODULES if config.moe is None else ATTENTION_MODULES
+    return {name: size for name, size in zip(MODULES, sizes, strict=True) if name in adaptable}
 
 
 def _no_window(raw: Mapping[str, Any]) -> int | None:
@@ -112,12 +134,30 @@ def _window_if_used(raw: Mapping[str, Any]) -> int | None:
     raise UnsupportedConfig(f"max_window_layers {first}: a sliding window in some of the layers")
 
 
+def _window_of_all_if_used(raw: Mapping[str, Any]) -> int | None:
+    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
+
+
+def _window_not_used(raw: Mapping[str, Any]) -> int | None:
+    if raw.get("use_sliding_window"):
+        raise UnsupportedConfig("use_sliding_window: a sliding window in some of the layers")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """What config.json calls the width of an expert. ``renormalize`` None = as ``norm_topk_prob`` says."""
+
+    width: str = "moe_intermediate_size"
+    renormalize: bool | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a ``model_type`` means where config.json does not say: as transformers' classes have it.
 
-    ``qkv_bias`` and ``output_bias``: True, False, or None = as ``attention_bias`` says. ``defaults`` are keys that
-    a config.json may leave out and that are not those of Llama.
+    ``qkv_bias`` and ``output_bias``: True, False, or None = as ``attention_bias`` says (``bias_key`` for q, k and v).
+    ``defaults`` are keys that a config.json may leave out and that are not those of Llama. ``experts`` None = dense.
     """
 
     qkv_bias: bool | None = None
@@ -125,6 +165,9 @@ class Family:
     head_norms: bool = False
     window: Callable[[Mapping[str, Any]], int | None] = _no_window
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    bias_key: str = "attention_bias"
+    whole_norms: bool = False
+    experts: ExpertKeys | None = None
 
 
 # by model_type; decoder.py has the parts of each
@@ -138,6 +181,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         head_norms=True, window=_window_if_used,
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "mixtral": Family(
+        False, False, window=_window_of_all, experts=ExpertKeys("intermediate_size", True),
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+    "qwen2_moe": Family(
+        bias_key="qkv_bias", output_bias=False, window=_window_not_used, experts=ExpertKeys(),
+        defaults={"num_key_value_heads": 16, "qkv_bias": True},
+    ),
+    "qwen3_moe": Family(
+        head_norms=True, window=_window_of_all_if_used, experts=ExpertKeys(),
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+    ),
+    "olmoe": Family(
+        whole_norms=True, experts=ExpertKeys("intermediate_size"), defaults={"rms_norm_eps": 1e-5},
     ),
 }  # fmt: skip
 
@@ -162,6 +220,7 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
         bos_token_id=raw.get("bos_token_id"),
+        moe=_moe(raw, family.experts) if family.experts else None,
     )
 
 
@@ -175,6 +234,8 @@ def _refuse_unknown_choices(raw: dict[str, Any]) -> None:
         raise UnsupportedConfig(f"hidden_act {raw['hidden_act']!r}: only silu is computed")
     if raw.get("mlp_bias"):
         raise UnsupportedConfig("mlp_bias: biases of the MLP are not computed")
+    if raw.get("clip_qkv") is not None:
+        raise UnsupportedConfig(f"clip_qkv {raw['clip_qkv']}: clipping of q, k and v is not computed")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise UnsupportedConfig(f"pretraining_tp {raw['pretraining_tp']}: only 1 is computed")
     if len(set(raw.get("layer_types") or ())) > 1:
@@ -194,10 +255,11 @@ def _attention(raw: dict[str, Any], family: Family) -> AttentionConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        bias=said if family.qkv_bias is None else family.qkv_bias,
+        bias=bool(raw.get(family.bias_key)) if family.qkv_bias is None else family.qkv_bias,
         sliding_window=family.window(raw),
         output_bias=said if family.output_bias is None else family.output_bias,
         head_norms=family.head_norms,
+        whole_norms=family.whole_norms,
     )
 
 
@@ -223,6 +285,30 @@ def _llama3(chosen: dict[str, Any]) -> Llama3Scaling:
         high_freq_factor=float(_required(chosen, "high_freq_factor")),
         original_context_tokens=int(_required(chosen, "original_max_position_embeddings")),
     )
+
+
+def _moe(raw: dict[str, Any], keys: ExpertKeys) -> MoeConfig:
+    # Mixtral's word; transformers 5 writes it for Qwen3-MoE too
+    num_experts = raw.get("num_local_experts") or _required(raw, "num_experts")
+    top_k = _required(raw, "num_experts_per_tok")
+    if not 1 <= top_k <= num_experts:
+        raise UnsupportedConfig(f"num_experts_per_tok {top_k} of {num_experts} experts")
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=_required(raw, keys.width),
+        renormalize=bool(raw.get("norm_topk_prob")) if keys.renormalize is None else keys.renormalize,
+        layers=_moe_layers(raw),
+        shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,
+    )
+
+
+def _moe_layers(raw: dict[str, Any]) -> tuple[int, ...]:
+    every, dense = raw.get("decoder_sparse_step") or 1, raw.get("mlp_only_layers") or ()
+    layers = tuple(i for i in range(_required(raw, "num_hidden_layers")) if (i + 1) % every == 0 and i not in dense)
+    if not layers:
+        raise UnsupportedConfig(f"decoder_sparse_step {every} and mlp_only_layers leave no layer with experts")
+    return layers
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:

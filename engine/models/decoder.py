@@ -1,16 +1,18 @@
 """The decoder: embedding, layers, final norm, head. Families differ by the parts in one table, never by an ``if``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.models.attention import Attention, HeadNorms, KVCache, as_they_are, inverse_frequencies
+from engine.models.attention import Attention, HeadNorms, KVCache, WholeNorms, as_they_are, inverse_frequencies
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, LoraSlots, LoraStep
+from engine.models.mlp import GatedMlp
+from engine.models.moe import MoeMlp, moe_mlp
 from kernels.linear import LinearWeight, linear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope_table
@@ -27,25 +29,13 @@ class RmsNorm:
         return rms_norm(x, self.weight, self.eps)
 
 
-class GatedMlp:
-    """down(silu(gate(x)) · up(x)), gate and up in one product."""
-
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up = gate_up
-        self.down = down
-
-    def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
-        gate, up = self.gate_up(x, lora).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), lora)
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """How a family builds each part of a layer from the weights under a prefix."""
 
     norm: Callable[[ModelConfig, Tensor], RmsNorm]
     attention: Callable[[ModelConfig, Weights, int], Attention]
-    mlp: Callable[[ModelConfig, Weights, int], GatedMlp]
+    mlp: Callable[[ModelConfig, Weights, int], GatedMlp | MoeMlp]
 
 
 def _fused(weights: Weights, layer: int, parent: str, modules: tuple[str, ...]) -> Linear:
@@ -66,17 +56,27 @@ def _attention_with_head_norms(config: ModelConfig, weights: Weights, layer: int
     return _attention(config, weights, layer, HeadNorms(config, query, key))
 
 
+def _attention_with_whole_norms(config: ModelConfig, weights: Weights, layer: int) -> Attention:
+    query, key = (weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
+    return _attention(config, weights, layer, WholeNorms(config, query, key))
+
+
 def _gated_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMlp:
     fused = partial(_fused, weights, layer, "mlp")
     return GatedMlp(fused(("gate_proj", "up_proj")), fused(("down_proj",)))
 
 
 _LLAMA = Parts(norm=RmsNorm, attention=_attention, mlp=_gated_mlp)
+_LLAMA_MOE = replace(_LLAMA, mlp=moe_mlp)
 PARTS: dict[str, Parts] = {  # biases, windows and rope's stretch follow from the config
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": Parts(norm=RmsNorm, attention=_attention_with_head_norms, mlp=_gated_mlp),
+    "qwen3": replace(_LLAMA, attention=_attention_with_head_norms),
+    "mixtral": _LLAMA_MOE,
+    "qwen2_moe": _LLAMA_MOE,
+    "qwen3_moe": replace(_LLAMA_MOE, attention=_attention_with_head_norms),
+    "olmoe": replace(_LLAMA_MOE, attention=_attention_with_whole_norms),
 }
 
 
@@ -95,8 +95,8 @@ class Layer:
         x = x + self.attention(self.attention_norm(x), batch, kv, lora, table)
         return x + self.mlp(self.mlp_norm(x), lora)
 
-    def linears(self) -> tuple[Linear, ...]:
-        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
+    def linears(self) -> tuple[Linear | MoeMlp, ...]:
+        return self.attention.qkv, self.attention.output, *self.mlp.linears()
 
 
 class Decoder:
@@ -121,6 +121,10 @@ class Decoder:
     def num_linear_calls(self) -> int:
         """Products with base weights so far, the head's among them."""
         return self._num_head_calls + sum(linear.num_calls for layer in self.layers for linear in layer.linears())
+
+    def expert_tokens(self) -> list[list[int]]:
+        """Tokens of each expert so far, by layer with experts. Waits for the device."""
+        return [layer.mlp.num_tokens_of.tolist() for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
 
     def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots) -> Tensor:
         """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``."""

@@ -1,4 +1,4 @@
-"""Weights from files: a GGUF file or a Hugging Face directory → config, tensors, tokenizer and revision."""
+"""Weights from a GGUF file, a Hugging Face directory, or upcycled from one → config, tensors, tokenizer, revision."""
 
 import hashlib
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from engine.models.config import ModelConfig, UnsupportedConfig, from_hf, module_sizes
-from engine.weights import gguf_model, safetensors
+from engine.models.config import ATTENTION_MODULES, ModelConfig, UnsupportedConfig, from_hf, module_sizes
+from engine.weights import experts, gguf_model, safetensors, upcycle
 from engine.weights.errors import CorruptAdapter, UnsupportedModel
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import card_from_gguf
@@ -29,13 +29,33 @@ class LoadedModel:
     revision: str
 
 
-def load_model(source: Path, dtype: torch.dtype) -> LoadedModel:
-    """Reads a ``.gguf`` file or a Hugging Face directory. Raises UnsupportedModel, which names what is at fault."""
-    if source.is_dir():
-        return _load_directory(source, dtype)
-    if source.is_file():
-        return _load_gguf(source, dtype)
-    raise UnsupportedModel(f"{source} is neither a file nor a directory")
+def load_model(source: str | Path, dtype: torch.dtype) -> LoadedModel:
+    """Reads a ``.gguf`` file, a Hugging Face directory, or ``upcycle:`` and one of these with options (upcycle.py).
+
+    Raises UnsupportedModel, which names what is at fault.
+    """
+    if str(source).startswith(upcycle.SCHEME):
+        return _load_upcycled(str(source), dtype)
+    path = Path(source)
+    if path.is_dir():
+        return _load_directory(path, dtype)
+    if path.is_file():
+        return _load_gguf(path, dtype)
+    raise UnsupportedModel(f"{path} is neither a file nor a directory")
+
+
+def _load_upcycled(source: str, dtype: torch.dtype) -> LoadedModel:
+    from engine.weights.mlp_inputs import mean_mlp_inputs  # needs the decoder, which needs this package
+
+    path, recipe = upcycle.parse(source)
+    dense = load_model(path, dtype)
+
+    def mean_inputs() -> list[torch.Tensor]:
+        return mean_mlp_inputs(dense.config, dense.weights, dense.tokenizer)
+
+    config, weights = upcycle.upcycle(dense.config, dense.weights, recipe, mean_inputs)
+    revision = hashlib.sha256(f"{dense.revision} {recipe}".encode()).hexdigest()
+    return LoadedModel(config, _complete(config, weights), dense.tokenizer, revision)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
@@ -78,6 +98,7 @@ def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str
     """The weights without a tied head's copy. Raises UnsupportedModel for a missing, unknown or misshapen one."""
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
+    experts.fuse(config, weights)
     expected = expected_shapes(config)
     missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     if missing:
@@ -96,14 +117,14 @@ def _first(names: set[str]) -> str:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a dense decoder by Hugging Face name."""
+    """Every tensor of a decoder by Hugging Face name, its experts fused."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     for layer in range(config.num_layers):
-        shapes |= _layer_shapes(config, f"model.layers.{layer}")
+        shapes |= _layer_shapes(config, f"model.layers.{layer}") | _mlp_shapes(config, layer)
     return shapes
 
 
@@ -112,13 +133,23 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]
     biased = {"q_proj", "k_proj", "v_proj"} if attention.bias else set()
     biased |= {"o_proj"} if attention.output_bias else set()
     shapes: dict[str, tuple[int, ...]] = {}
-    for module, (in_size, out_size) in module_sizes(config).items():
-        part = "mlp" if module in {"gate_proj", "up_proj", "down_proj"} else "self_attn"
-        shapes[f"{prefix}.{part}.{module}.weight"] = (out_size, in_size)
+    sizes = module_sizes(config)
+    for module in ATTENTION_MODULES:
+        in_size, out_size = sizes[module]
+        shapes[f"{prefix}.self_attn.{module}.weight"] = (out_size, in_size)
         if module in biased:
-            shapes[f"{prefix}.{part}.{module}.bias"] = (out_size,)
+            shapes[f"{prefix}.self_attn.{module}.bias"] = (out_size,)
     if attention.head_norms:
         shapes |= {f"{prefix}.self_attn.{part}_norm.weight": (attention.head_dim,) for part in "qk"}
+    if attention.whole_norms:
+        shapes |= {f"{prefix}.self_attn.{part}_norm.weight": (sizes[f"{part}_proj"][1],) for part in "qk"}
     for norm in ("input_layernorm", "post_attention_layernorm"):
         shapes[f"{prefix}.{norm}.weight"] = (config.hidden_size,)
     return shapes
+
+
+def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    prefix = f"model.layers.{layer}.mlp"
+    if config.moe is not None and layer in config.moe.layers:
+        return experts.expert_shapes(config.moe, config.hidden_size, prefix)
+    return experts.mlp_shapes(config.hidden_size, config.intermediate_size, prefix)

@@ -17,7 +17,7 @@ class EngineSpec:
 
     engine_id: str
     model: str
-    source: Path
+    source: str
     directory: Path
     run_dir: Path  # of sockets, for engines on this host
     flags: tuple[str, ...] = ()

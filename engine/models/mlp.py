@@ -1,0 +1,20 @@
+"""The MLP of a dense layer."""
+
+from torch import Tensor
+
+from engine.models.linear import Linear, LoraStep
+from kernels.silu_mul import silu_mul
+
+
+class GatedMlp:
+    """down(silu(gate(x)) · up(x)), gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x, lora)), lora)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down

@@ -1,0 +1,79 @@
+"""The MLP of a layer with experts: router, fused experts, and a shared expert where a family has one.
+
+Weights under ``model.layers.N.mlp.``: ``gate.weight`` [E, H] (the router), ``experts.gate_up_proj`` [E, 2I, H] and
+``experts.down_proj`` [E, H, I]; ``shared_expert.{gate,up,down}_proj.weight`` and ``shared_expert_gate.weight`` [1, H].
+``engine/weights/experts.py`` brings what checkpoints hold into these names. No adapter touches any of them.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig, MoeConfig
+from engine.models.linear import Linear, LoraStep
+from engine.models.mlp import GatedMlp
+from kernels.linear import LinearWeight, linear
+from kernels.moe import ExpertWeights, RoutingRule, combine, gather, grouped_linear, plan_experts, route
+from kernels.silu_mul import silu_mul
+
+Weights = Mapping[str, Tensor]
+
+
+class SharedExpert:
+    """sigmoid(gate · x) · mlp(x): what every token gets beside its own experts."""
+
+    def __init__(self, mlp: GatedMlp, gate: Tensor) -> None:
+        self.mlp = mlp
+        self.gate = LinearWeight(gate)
+
+    def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
+        return linear(x, self.gate).sigmoid() * self.mlp(x, lora)
+
+
+class MoeMlp:
+    """Each token through the experts of its choice. ``num_tokens_of`` [E] int64 counts them: tokens of steps, which
+    are all real, since a batch has no padding; what a kernel pads is not counted."""
+
+    def __init__(self, moe: MoeConfig, router: Tensor, experts: tuple[Tensor, Tensor], shared: SharedExpert | None):
+        self.top_k = moe.top_k
+        self.rule = RoutingRule(softmax_first=True, renormalize=moe.renormalize)
+        self.router = LinearWeight(router)
+        self.gate_up, self.down = map(ExpertWeights, experts)
+        self.shared = shared
+        self.num_tokens_of = torch.zeros(moe.num_experts, dtype=torch.int64, device=router.device)
+        self.num_calls = 0
+
+    def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
+        """x [T, H] → [T, H]."""
+        self.num_calls += 1
+        topk_ids, topk_weights = route(linear(x, self.router), self.top_k, self.rule)
+        plan = plan_experts(topk_ids, self.gate_up.num_experts)
+        self.num_tokens_of += plan.counts
+        inner = silu_mul(grouped_linear(gather(x, plan), self.gate_up, plan))
+        y = combine(grouped_linear(inner, self.down, plan), topk_weights, plan)
+        return y if self.shared is None else y + self.shared(x, lora)
+
+    def linears(self) -> "tuple[Linear | MoeMlp, ...]":
+        return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
+
+
+def moe_mlp(config: ModelConfig, weights: Weights, layer: int) -> MoeMlp | GatedMlp:
+    """The MLP of one layer of a MoE model: experts, or dense in the layers between."""
+    prefix = f"model.layers.{layer}.mlp"
+    moe = config.moe
+    assert moe is not None, config.family
+    if layer not in moe.layers:
+        return _without_adapters(weights, prefix, layer)
+    shared = None
+    if moe.shared_intermediate_size:
+        mlp = _without_adapters(weights, f"{prefix}.shared_expert", layer)
+        shared = SharedExpert(mlp, weights[f"{prefix}.shared_expert_gate.weight"])
+    experts = weights[f"{prefix}.experts.gate_up_proj"], weights[f"{prefix}.experts.down_proj"]
+    return MoeMlp(moe, weights[f"{prefix}.gate.weight"], experts, shared)
+
+
+def _without_adapters(weights: Weights, prefix: str, layer: int) -> GatedMlp:
+    """A dense MLP that is in some layers only, or beside experts: no module of ``module_sizes``, hence no LoRA."""
+    gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return GatedMlp(Linear(layer, (), [gate, up], []), Linear(layer, (), [down], []))
