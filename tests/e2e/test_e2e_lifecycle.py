@@ -36,8 +36,8 @@ def test_a_second_start_keeps_keys_receipts_and_secrets(tmp_path, model_dir):
         assert again.stop() == 0
 
 
-def test_files_with_secrets_are_the_owners_alone(tmp_path, model_dir):
-    served = tiny(tmp_path / "home", model_dir)
+def test_files_with_secrets_are_the_owners_alone(tmp_path_factory, model_dir):
+    served = tiny(tmp_path_factory.mktemp("h"), model_dir)  # short: where sockets fit, they stand in the home
     try:
         for name in ("credentials.json", "secrets.json"):
             assert stat.S_IMODE((served.home / name).stat().st_mode) == 0o600
