@@ -9,13 +9,13 @@ import torch
 CONFIGS = Path(__file__).parent / "configs"
 
 
-def tiles(kernel: str, device: torch.device, size: int) -> dict[str, int]:
-    """The row of ``kernel`` for a step of this size (what is counted stands in README.md): the first whose
-    ``up_to`` reaches it. A GPU without a table of its own takes ``default.json``."""
+def tiles(kernel: str, device: torch.device, **sizes: int) -> dict[str, int]:
+    """The row of ``kernel`` for these sizes: the first whose ``up_to_NAME`` reaches each of them; a row without a
+    bound serves all. A GPU without a table of its own takes ``default.json``."""
     for row in _table(_gpu(device))[kernel]:
-        if size <= row.get("up_to", size):
+        if all(size <= row.get(f"up_to_{name}", size) for name, size in sizes.items()):
             return row
-    raise LookupError(f"no tiles of {kernel} for {size}")
+    raise LookupError(f"no tiles of {kernel} for {sizes}")
 
 
 @lru_cache

@@ -86,13 +86,12 @@ def _attend(
     open_end = first_tile
     if WINDOW == 0 and not IS_SPLIT:
         open_end = tl.maximum(first_tile, tl.minimum(begin + first_row // GROUP + 1, last_key) // TILE * TILE)
-    for part in tl.static_range(1 if IS_SPLIT or WINDOW > 0 else 0, 2):
-        MASKED: tl.constexpr = part == 1
-        low = open_end if MASKED else first_tile
-        high = last_key if MASKED else open_end
+    for part in tl.static_range(1 if IS_SPLIT or WINDOW > 0 else 0, 2):  # part 1 is masked
+        low = open_end if part == 1 else first_tile
+        high = last_key if part == 1 else open_end
         for first in range(low, high, TILE):
             o_keys = first + tl.arange(0, TILE)
-            m_keys = (o_keys >= first_key) & (o_keys < last_key) if MASKED else tl.full((TILE,), True, tl.int1)
+            m_keys = (o_keys >= first_key) & (o_keys < last_key) if part == 1 else tl.full((TILE,), True, tl.int1)
             i_blocks = tl.load(p_table + i_sequence * stride_table + o_keys // BLOCK_SIZE, mask=m_keys, other=0).to(
                 tl.int64
             )
@@ -101,13 +100,15 @@ def _attend(
             b_keys = tl.load(p_keys + o_cache[:, None] + o_dim[None, :], mask=m_cache, other=0.0)
             b_values = tl.load(p_values + o_cache[:, None] + o_dim[None, :], mask=m_cache, other=0.0)
             b_scores = tl.dot(b_queries, tl.trans(b_keys), input_precision=PRECISION) * scale_log2
-            if MASKED:
+            if part == 1:
                 m_seen = m_keys[None, :] & (o_keys[None, :] <= positions[:, None])
                 if WINDOW > 0:
                     m_seen = m_seen & (o_keys[None, :] > positions[:, None] - WINDOW)
                 b_scores = tl.where(m_seen, b_scores, float("-inf"))
             b_new = tl.maximum(b_largest, tl.max(b_scores, 1))
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new  # a row that sees nothing yet
+            b_shift = (
+                tl.where(b_new == float("-inf"), 0.0, b_new) if part == 1 else b_new
+            )  # a row that sees nothing yet
             b_weights = tl.exp2(b_scores - b_shift[:, None])
             b_keep = tl.exp2(b_largest - b_shift)
             b_total = b_total * b_keep + tl.sum(b_weights, 1)
@@ -206,7 +207,10 @@ def _launch(
     head_dim = queries.shape[2]
     num_items = len(launch.items)
     grid = (num_items * plan.num_kv_heads,) if launch.is_split else (num_items, plan.num_kv_heads)
-    overlaps = work.num_partials > 0 and tiles("merge", out.device, work.num_partials)["pdl"]
+    row = tiles(
+        "attend_split" if launch.is_split else "attend_chunk", out.device, head_dim=head_dim, rows=launch.block_m
+    )
+    overlaps = work.num_partials > 0 and tiles("merge", out.device)["pdl"]
     _attend[grid](
         queries,
         key_cache,
@@ -231,17 +235,17 @@ def _launch(
         COLUMNS=COLUMNS,
         BLOCK_M=launch.block_m,
         BLOCK_D=max(16, power_of_2(head_dim)),
-        TILE=launch.tiles["tile"],
+        TILE=row["tile"],
         IS_SPLIT=launch.is_split,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         PDL=bool(overlaps),
-        num_warps=launch.tiles["num_warps"],
-        num_stages=launch.tiles["num_stages"],
+        num_warps=row["num_warps"],
+        num_stages=row["num_stages"],
     )
 
 
 def _launch_merge(work: AttentionWork, plan: AttentionPlan, out: Tensor, partials: Tensor, stats: Tensor) -> None:
-    row = tiles("merge", out.device, work.num_partials)
+    row = tiles("merge", out.device)
     head_dim = out.shape[2]
     _merge[(work.partial_rows, plan.num_kv_heads, len(work.merges))](
         partials,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kernels.paged_attention.plan import AttentionPlan
 
 MAX_SPLIT_QUERIES = 8  # up to here (decode, and the check of drafted tokens) a sequence takes the split kernel
+CHUNK_STEP = 64  # keys: chunks of a split sequence are multiples of it
 COLUMNS = 8  # of an item and of a merge, int32
 ITEM = ("sequence", "first_row", "first_key", "last_key", "partial")  # partial -1: the rows see no other chunk
 MERGE = ("sequence", "first_row", "num_rows", "first_partial", "num_partials")
@@ -26,10 +27,9 @@ MERGE = ("sequence", "first_row", "num_rows", "first_partial", "num_partials")
 
 @dataclass(frozen=True)
 class Launch:
-    """Pieces of one shape: items [W, COLUMNS] int32 with the columns of ITEM, those with the most keys first."""
+    """Pieces of ``block_m`` rows: items [W, COLUMNS] int32 with the columns of ITEM, those with the most keys first."""
 
     block_m: int
-    tiles: dict[str, int]
     is_split: bool
     items: Tensor
 
@@ -97,12 +97,13 @@ class _Builder:
         return [first_key, *range(first_key // chunk * chunk + chunk, last + 1, chunk), last + 1]
 
     def _chunk_tokens(self, num_keys: int, row: dict[str, int]) -> int:
-        """A multiple of the tile; with ``target_items``, so that the step would have that many programs if all of
-        its sequences were as long as this one."""
+        """With ``target_items``: so that the step would have that many programs if all of its sequences were as long
+        as this one."""
+        if "target_items" not in row:
+            return row["max_chunk"]
         programs = len(self.plan.context_lens) * self.plan.num_kv_heads
-        wanted = num_keys * programs // row["target_items"] if "target_items" in row else row["max_chunk"]
-        bounded = min(max(wanted, row.get("min_chunk", 1)), row["max_chunk"])
-        return -(-bounded // row["tile"]) * row["tile"]
+        wanted = -(-num_keys * programs // row["target_items"] // CHUNK_STEP) * CHUNK_STEP
+        return min(max(wanted, row["min_chunk"]), row["max_chunk"])
 
 
 def _padded(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -116,11 +117,11 @@ def build_work(plan: AttentionPlan) -> AttentionWork:
     classes: dict[int, list[int]] = {}
     for sequence in range(len(plan.context_lens)):
         classes.setdefault(builder.block_m(sequence), []).append(sequence)
-    shapes: list[tuple[int, dict[str, int], bool]] = []
+    shapes: list[tuple[int, bool]] = []
     lists: list[list[int]] = []
     for block_m, sequences in sorted(classes.items()):
-        row = tiles("attend_split" if block_m else "attend_chunk", device, len(plan.context_lens))
-        shapes.append((block_m or row["block_m"], row, block_m > 0))
+        row = tiles("split_work" if block_m else "chunk_work", device)
+        shapes.append((block_m or row["block_m"], block_m > 0))
         lists.append(builder.items(sequences, block_m or row["block_m"], row))
     starts, contexts, merges, *items = upload([plan.query_starts, plan.context_lens, builder.merges, *lists], device)
     launches = [Launch(*shape, part.view(-1, COLUMNS)) for shape, part in zip(shapes, items, strict=True)]

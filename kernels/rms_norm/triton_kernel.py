@@ -68,6 +68,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
             BLOCK=block,
             ROWS=rows,
             ADDS=residual is not None,
-            num_warps=tiles("rms_norm", x.device, block)["num_warps"],
+            num_warps=tiles("rms_norm", x.device, size=block)["num_warps"],
         )
     return out

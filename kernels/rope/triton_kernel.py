@@ -46,7 +46,7 @@ def rope(heads: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     assert table.is_contiguous(), table.stride()
     out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     half = power_of_2(head_dim // 2)
-    row = tiles("rope", heads.device, num_tokens)
+    row = tiles("rope", heads.device, tokens=num_tokens)
     if num_tokens:
         _rope[(num_tokens, triton.cdiv(num_heads, row["heads"]))](
             heads,

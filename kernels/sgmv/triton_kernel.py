@@ -39,7 +39,8 @@ def _shrink(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """partials [slices, SPLIT, num_rows, BLOCK_R] fp32 by sorted row; only a slot's own ranks are written."""
+    """partials [slices, SPLIT, num_rows, BLOCK_R] fp32 by sorted row; a slot's own ranks are written, rounded up to
+    a multiple of 8 with zeros, so that expand may load vectors."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_segment = tl.program_id(0).to(tl.int64)
@@ -53,7 +54,7 @@ def _shrink(
     lora_rank = tl.load(p_ranks + i_slot)
     if lora_rank == 0:
         return
-    p_a = tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty))
+    p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty)), 16)  # bytes
     num_ranks = tl.load(p_slice + 5)
 
     o_rows = tl.arange(0, BLOCK_M)
@@ -74,7 +75,8 @@ def _shrink(
         b_a = tl.load(p_a + o_a[:, None] + o_in[None, :], mask=m_ranks[:, None] & m_in[None, :], other=0.0)
         b_low = tl.dot(b_x, tl.trans(b_a), b_low, input_precision=PRECISION)
     i_out = (i_slice * SPLIT + i_split) * num_rows + first_row + o_rows
-    tl.store(p_partials + i_out[:, None] * BLOCK_R + o_ranks[None, :], b_low, mask=m_rows[:, None] & m_ranks[None, :])
+    m_low = m_rows[:, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, :]
+    tl.store(p_partials + i_out[:, None] * BLOCK_R + o_ranks[None, :], b_low, mask=m_low)
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def _expand(
     lora_rank = tl.load(p_ranks + i_slot)
     if (lora_rank == 0) | (i_column >= size_out):
         return
-    p_b = tl.load(p_slice + 1).to(tl.pointer_type(p_y.dtype.element_ty))
+    p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_y.dtype.element_ty)), 16)  # bytes
     num_ranks = tl.load(p_slice + 5)
 
     o_rows = tl.arange(0, BLOCK_M)
@@ -127,13 +129,12 @@ def _expand(
     p_own = p_y + (i_rows * stride_y)[:, None] + (start + o_out)[None, :]
     m_own = m_rows[:, None] & m_out[None, :]
     b_y = tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
-    m_low = m_rows[:, None] & m_ranks[None, :]
-    b_low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    o_splits = (i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row
+    o_low = (o_splits[:, None, None] + o_rows[None, :, None]) * BLOCK_R + o_ranks[None, None, :]
+    m_low = m_rows[None, :, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for i_split in tl.static_range(SPLIT):
-        i_low = (i_slice * SPLIT + i_split) * num_rows + first_row + o_rows
-        b_low += tl.load(p_partials + i_low[:, None] * BLOCK_R + o_ranks[None, :], mask=m_low, other=0.0)
+    b_low = tl.sum(tl.load(p_partials + o_low, mask=m_low, other=0.0), 0)
     b_high = b_low.to(b_b.dtype)
     b_y = tl.dot(b_high, b_b, b_y, input_precision=PRECISION)
     if b_b.dtype != tl.float32:
@@ -147,12 +148,13 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
         assert part.a.dtype == part.b.dtype == x.dtype == y.dtype, (part.a.dtype, part.b.dtype, x.dtype, y.dtype)
         assert part.a.is_contiguous(), part.a.stride()
         assert part.b.is_contiguous(), part.b.stride()
+        assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
     assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
     lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
     if not lora_rank:
         return
-    shrink = tiles("sgmv_shrink", x.device, plan.num_rows)
-    expand = tiles("sgmv_expand", x.device, plan.num_rows)
+    shrink = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
+    expand = tiles("sgmv_expand", x.device, tokens=plan.num_rows, rank=lora_rank)
     segments = plan.segments(shrink["block_m"])
     table = _slice_table(tuple(map(_slice_row, slices)), x.device)
     block_r = max(16, power_of_2(lora_rank))

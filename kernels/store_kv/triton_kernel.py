@@ -50,5 +50,5 @@ def store_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
             values.stride(0),
             SIZE=size,
             BLOCK=block,
-            num_warps=tiles("store_kv", keys.device, block)["num_warps"],
+            num_warps=tiles("store_kv", keys.device, size=block)["num_warps"],
         )

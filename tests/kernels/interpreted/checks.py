@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.paged_attention import work
+from kernels import tiles
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
@@ -114,10 +114,17 @@ def hide_unseen(batch: RaggedKv, spans: Spans) -> RaggedKv:
     return RaggedKv(batch.heads, batch.sequences, keys, values)
 
 
-def small_tiles(monkeypatch, **changes: int) -> None:
-    """Chunks of 32 keys, so that short sequences are split."""
-    row = {"tile": 16, "num_warps": 4, "num_stages": 2, "min_chunk": 32, "max_chunk": 32, "block_m": 32, **changes}
-    monkeypatch.setattr(work, "tiles", lambda *_: row)
+def small_tiles(monkeypatch) -> None:
+    """Chunks of 32 keys, so that short sequences are split; tiles of 16 keys; 32 rows of a prompt a program."""
+    attend = [{"tile": 16, "num_warps": 4, "num_stages": 2}]
+    table = {
+        **tiles._table("default"),
+        "split_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
+        "chunk_work": [{"block_m": 32, "max_chunk": 32}],
+        "attend_split": attend,
+        "attend_chunk": attend,
+    }
+    monkeypatch.setattr(tiles, "_table", lambda _: table)
 
 
 def lora_slices(

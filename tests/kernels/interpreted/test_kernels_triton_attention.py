@@ -123,7 +123,7 @@ FAULTS = {
     ),
     "the blocks of the sequence before": (
         "p_table + i_sequence * stride_table",
-        "p_table + (i_sequence - 1) * stride_table",
+        "p_table + tl.maximum(i_sequence - 1, 0) * stride_table",
     ),
     "a head of the neighbour": ("+ i_head * HEAD_DIM\n", "+ (KV_HEADS - 1 - i_head) * HEAD_DIM\n"),
     "a chunk left out of the merge": ("m_chunks = o_chunks < num_partials", "m_chunks = o_chunks < num_partials - 1"),

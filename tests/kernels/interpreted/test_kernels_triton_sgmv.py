@@ -80,6 +80,10 @@ def test_ranks_that_stand_on_the_device_are_read_there():
 
 
 FAULTS = {
+    "partials that nobody wrote": (
+        "m_low = m_rows[:, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, :]",
+        "m_low = m_rows[:, None] & m_ranks[None, :]",
+    ),
     "a missing mask of the rank": (
         "m_ranks = o_ranks < lora_rank\n    o_out",
         "m_ranks = o_ranks < BLOCK_R\n    o_out",
@@ -105,7 +109,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_caught(fault, tmp_path):
-    slots = [0, 1, 3, -1, 3, 1, 4]
+    slots = [0, 1, 3, -1, 3, 2, 4]
     slices = lora_slices([MIXED], 100, [40], FLOAT, used=set(slots))
     faulty = planted(sgmv_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
