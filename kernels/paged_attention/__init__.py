@@ -28,5 +28,6 @@ def paged_attention(
     if queries.is_cuda:
         from kernels.paged_attention import triton_kernel
 
-        return triton_kernel.paged_attention(queries, key_cache, value_cache, plan, scale)
+        if queries.shape[2] * queries.element_size() <= triton_kernel.MAX_HEAD_BYTES:
+            return triton_kernel.paged_attention(queries, key_cache, value_cache, plan, scale)
     return reference.paged_attention(queries, key_cache, value_cache, plan, scale)

@@ -17,6 +17,8 @@ from kernels.paged_attention.plan import AttentionPlan
 from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
 from kernels.tiles import power_of_2, tiles
 
+MAX_HEAD_BYTES = 512  # of shared memory: 128 rows of fp32 and head size 256 do not fit
+
 
 @triton.jit
 def _attend(
@@ -208,7 +210,7 @@ def _launch(
     num_items = len(launch.items)
     grid = (num_items * plan.num_kv_heads,) if launch.is_split else (num_items, plan.num_kv_heads)
     row = tiles(
-        "attend_split" if launch.is_split else "attend_chunk", out.device, head_dim=head_dim, rows=launch.block_m
+        "attend_split" if launch.is_split else "attend_chunk", out.device, head_bytes=head_dim * queries.element_size()
     )
     overlaps = work.num_partials > 0 and tiles("merge", out.device)["pdl"]
     _attend[grid](
@@ -237,7 +239,7 @@ def _launch(
         BLOCK_D=max(16, power_of_2(head_dim)),
         TILE=row["tile"],
         IS_SPLIT=launch.is_split,
-        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if queries.dtype == torch.float32 else "tf32",
         PDL=bool(overlaps),
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],

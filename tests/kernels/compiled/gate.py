@@ -107,7 +107,13 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def attention(heads: tuple[int, int, int], queries: int, context: int, window: int | None = None) -> None:
+def attention(
+    heads: tuple[int, int, int],
+    queries: int,
+    context: int,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     num_heads, num_kv_heads, head_dim = heads
     blocks = -(-context // 16)
     plan = plan_attention(
@@ -119,17 +125,21 @@ def attention(heads: tuple[int, int, int], queries: int, context: int, window: i
         num_kv_heads=num_kv_heads,
         sliding_window=window,
     )
-    cache = normal(blocks, 16, num_kv_heads, head_dim)
-    attention_kernel.paged_attention(normal(queries, num_heads, head_dim), cache, cache, plan, head_dim**-0.5)
+    cache = torch.zeros(blocks, 16, num_kv_heads, head_dim, dtype=dtype)
+    x = torch.zeros(queries, num_heads, head_dim, dtype=dtype)
+    attention_kernel.paged_attention(x, cache, cache, plan, head_dim**-0.5)
 
 
-def lora(num_rows: int, size_in: int, sizes_out: tuple[int, ...], rank: int) -> None:
+def lora(
+    num_rows: int, size_in: int, sizes_out: tuple[int, ...], rank: int, dtype: torch.dtype = torch.bfloat16
+) -> None:
     slices, start = [], 0
     for size_out in sizes_out:
-        slices.append(LoraSlice(normal(1, rank, size_in), normal(1, rank, size_out), (rank,), start))
+        a, b = (torch.zeros(1, rank, size, dtype=dtype) for size in (size_in, size_out))
+        slices.append(LoraSlice(a, b, (rank,), start))
         start += size_out
-    x = normal(num_rows, size_in)
-    sgmv_kernel.sgmv(normal(num_rows, start), x, slices, plan_sgmv([0] * num_rows, x.device))
+    x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
+    sgmv_kernel.sgmv(y, x, slices, plan_sgmv([0] * num_rows, x.device))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -158,11 +168,18 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)
     yield "decode 32/8 128 window", lambda: attention((32, 8, 128), 1, 4096, 1024)
     yield "prefill 32/8 128 window", lambda: attention((32, 8, 128), 64, 4096, 1024)
+    for queries in (1, 64):
+        yield (
+            f"fp32, {queries} queries 32/8 128",
+            lambda queries=queries: attention((32, 8, 128), queries, 4096, dtype=torch.float32),
+        )
     yield "attention of 8 queries 32/8 128", lambda: attention((32, 8, 128), 8, 4096)
     yield "attention of 8 queries 64/1 128", lambda: attention((64, 1, 128), 8, 4096)
     for num_rows in (64, 512, 2048):
         for rank in (16, 32, 64, 128):
             yield f"lora T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r)
+    for num_rows in (64, 512, 2048):
+        yield f"fp32, lora T={num_rows} r=128", lambda n=num_rows: lora(n, 4096, (4096,), 128, torch.float32)
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
 
 
@@ -195,7 +212,7 @@ def main() -> None:
         for case, run in cases():
             for kernel, given in record(run) if case.startswith(chosen) else ():
                 found[name_of(name, case, kernel, given)] = resources_of(kernel, given)
-    print(json.dumps(found, indent=1))
+    print("{", ",\n".join(f"{json.dumps(launch)}: {json.dumps(now)}" for launch, now in found.items()), "}", sep="\n")
 
 
 if __name__ == "__main__":
