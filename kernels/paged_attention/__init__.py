@@ -25,4 +25,9 @@ def paged_attention(
     assert key_cache.shape == value_cache.shape, (key_cache.shape, value_cache.shape)
     assert key_cache.shape[1:3] == (plan.block_size, plan.num_kv_heads), key_cache.shape
     assert queries.shape == (plan.num_tokens, plan.num_heads, key_cache.shape[3]), queries.shape
+    if queries.is_cuda:
+        from kernels.paged_attention import triton_kernel
+
+        if queries.shape[2] * queries.element_size() <= triton_kernel.MAX_HEAD_BYTES:
+            return triton_kernel.paged_attention(queries, key_cache, value_cache, plan, scale)
     return reference.paged_attention(queries, key_cache, value_cache, plan, scale)

@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kernels.paged_attention.work import AttentionWork, build_work
+
 TILE = 128  # keys that are scored together; a multiple fixed for all, since it decides the order of summation
 
 
@@ -68,6 +70,11 @@ class AttentionPlan:
     @property
     def num_tokens(self) -> int:
         return self.query_starts[-1]
+
+    @cached_property
+    def work(self) -> AttentionWork:
+        """The step as pieces for the GPU."""
+        return build_work(self)
 
     @cached_property
     def decode(self) -> DecodeTiles | None:

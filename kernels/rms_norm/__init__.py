@@ -12,4 +12,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     depends on itself only.
     """
     assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
+    if x.is_cuda:
+        from kernels.rms_norm import triton_kernel
+
+        return triton_kernel.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds x to ``residual`` in place, rounded to its dtype, and gives ``rms_norm`` of the sum. Both [T, H]."""
+    assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
+    if x.is_cuda:
+        from kernels.rms_norm import triton_kernel
+
+        return triton_kernel.rms_norm(x, weight, eps, residual)
+    return reference.rms_norm(residual.add_(x), weight, eps)

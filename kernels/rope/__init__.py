@@ -20,4 +20,8 @@ def rope(heads: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """
     assert heads.shape[-1] == table.shape[-1], (heads.shape, table.shape)
     assert heads.shape[0] == positions.shape[0], (heads.shape, positions.shape)
+    if heads.is_cuda:
+        from kernels.rope import triton_kernel
+
+        return triton_kernel.rope(heads, positions, table)
     return reference.rope(heads, positions, table)

@@ -17,13 +17,15 @@ class LoraSlice:
 
     a [S, R, in] and b [S, R, out] hold a slot's pair in their first ``lora_ranks[slot]`` ranks and zeros in the
     rest; the scale is in b. A rank of 0 says that the slot does not have this module. R is a multiple of
-    RANK_MULTIPLE.
+    RANK_MULTIPLE. ``rank_table`` is lora_ranks as int32 [S] on the device, for who keeps one up to date there (a
+    captured graph reads it at replay); without it the kernels make their own.
     """
 
     a: Tensor
     b: Tensor
     lora_ranks: tuple[int, ...]
     start: int = 0
+    rank_table: Tensor | None = None
 
 
 def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
@@ -39,4 +41,9 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
         assert part.a.shape[1] % RANK_MULTIPLE == 0, part.a.shape
         assert part.a.shape[2] == x.shape[1], (part.a.shape, x.shape)
         assert part.start + part.b.shape[2] <= y.shape[1], (part.start, part.b.shape, y.shape)
+    if x.is_cuda:
+        from kernels.sgmv import triton_kernel
+
+        triton_kernel.sgmv(y, x, slices, plan)
+        return
     reference.sgmv(y, x, slices, plan)

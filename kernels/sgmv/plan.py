@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kernels.upload import upload
+
 TILE_ROWS = 4  # rows of one slot that are multiplied together; fixed, so that the same kernel takes them always
 RANK_MULTIPLE = 8  # see reference.py
 _LONG_TILES = 4  # from here on a slot's tiles share its matrices without a copy
@@ -34,6 +36,15 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Segments:
+    """For the GPU: ``rows`` [rows with a slot] int32, sorted by slot, and ``table`` [segments, 4] int32: where in
+    ``rows`` a segment begins, its number of rows, its slot, 0."""
+
+    rows: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True)
 class SgmvPlan:
     """A step's rows by slot. Made by ``plan_sgmv``."""
 
@@ -41,6 +52,24 @@ class SgmvPlan:
     rows_of_slot: dict[int, list[int]]
     device: torch.device
     _groups: dict[tuple[int, ...], tuple[Group, ...]] = field(default_factory=dict)
+    _segments: dict[int, Segments] = field(default_factory=dict)
+
+    def segments(self, most_rows: int) -> Segments:
+        """Segments of at most ``most_rows`` rows; remembered."""
+        if most_rows not in self._segments:
+            self._segments[most_rows] = self._make_segments(most_rows)
+        return self._segments[most_rows]
+
+    def _make_segments(self, most_rows: int) -> Segments:
+        rows: list[int] = []
+        table: list[int] = []
+        for slot in sorted(self.rows_of_slot):
+            own = self.rows_of_slot[slot]
+            for first in range(0, len(own), most_rows):
+                table += (len(rows) + first, min(most_rows, len(own) - first), slot, 0)
+            rows += own
+        on_device = upload([rows, table], self.device)
+        return Segments(on_device[0], on_device[1].view(-1, 4))
 
     def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
         """The tiles of the slots with a rank, for a module whose ranks by slot are ``lora_ranks`` in weights

@@ -14,4 +14,9 @@ def store_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
     assert keys.shape == values.shape, (keys.shape, values.shape)
     assert keys.shape[1:] == key_cache.shape[2:], (keys.shape, key_cache.shape)
     assert slot_mapping.shape == keys.shape[:1], (slot_mapping.shape, keys.shape)
+    if keys.is_cuda:
+        from kernels.store_kv import triton_kernel
+
+        triton_kernel.store_kv(keys, values, key_cache, value_cache, slot_mapping)
+        return
     reference.store_kv(keys, values, key_cache, value_cache, slot_mapping)

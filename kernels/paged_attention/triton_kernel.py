@@ -1,0 +1,268 @@
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+"""Two kernels: rows over a chunk of their keys (split-KV, FlashAttention's running softmax in base 2), and the merge
+of a row's chunks in their order. Which rows and chunks stands in a list (work.py) that serves every layer.
+
+Keys and values are read inside [first_key, last_key) of the sequence only; what else stands in its last block, or
+in any other, is never loaded. No atomics; the order of every sum depends on the row's own chunks.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.paged_attention.plan import AttentionPlan
+from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
+from kernels.tiles import power_of_2, tiles
+
+MAX_HEAD_BYTES = 512  # of shared memory: 128 rows of fp32 and head size 256 do not fit
+
+
+@triton.jit
+def _attend(
+    p_queries,
+    p_keys,
+    p_values,
+    p_table,
+    p_items,
+    p_starts,
+    p_contexts,
+    p_out,
+    p_partials,
+    p_stats,
+    stride_query,
+    stride_table,
+    stride_block,
+    partial_rows,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """stats [partials, KV_HEADS, partial_rows, 2] fp32: a row's largest score (base 2) and its sum of weights."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_item = tl.program_id(0).to(tl.int64)
+    if IS_SPLIT:  # the heads of a chunk stand side by side in memory
+        i_head = i_item % KV_HEADS
+        i_item = i_item // KV_HEADS
+    else:  # one head's keys stay in the L2 cache
+        i_head = tl.program_id(1).to(tl.int64)
+    p_item = p_items + i_item * COLUMNS
+    i_sequence = tl.load(p_item).to(tl.int64)
+    first_row = tl.load(p_item + 1)
+    first_key = tl.load(p_item + 2)
+    last_key = tl.load(p_item + 3)
+    i_partial = tl.load(p_item + 4).to(tl.int64)
+    i_start = tl.load(p_starts + i_sequence)
+    num_queries = tl.load(p_starts + i_sequence + 1) - i_start
+    begin = tl.load(p_contexts + i_sequence) - num_queries  # position of the first query
+
+    o_rows = first_row + tl.arange(0, BLOCK_M)
+    o_dim = tl.arange(0, BLOCK_D)
+    m_dim = o_dim < HEAD_DIM if BLOCK_D > HEAD_DIM else tl.full((BLOCK_D,), True, tl.int1)
+    m_rows = o_rows < num_queries * GROUP
+    m_out = m_rows[:, None] & m_dim[None, :]
+    positions = begin + o_rows // GROUP
+    i_tokens = (i_start + o_rows // GROUP).to(tl.int64)
+    o_heads = (i_head * GROUP + o_rows % GROUP) * HEAD_DIM
+    b_queries = tl.load(
+        p_queries + (i_tokens * stride_query + o_heads)[:, None] + o_dim[None, :], mask=m_out, other=0.0
+    )
+    b_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    b_total = tl.zeros((BLOCK_M,), tl.float32)
+    b_sum = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    first_tile = first_key // TILE * TILE
+    # tiles that every row sees whole need no mask; a window's do not pay
+    open_end = first_tile
+    if WINDOW == 0 and not IS_SPLIT:
+        open_end = tl.maximum(first_tile, tl.minimum(begin + first_row // GROUP + 1, last_key) // TILE * TILE)
+    for part in tl.static_range(1 if IS_SPLIT or WINDOW > 0 else 0, 2):  # part 1 is masked
+        low = open_end if part == 1 else first_tile
+        high = last_key if part == 1 else open_end
+        for first in range(low, high, TILE):
+            o_keys = first + tl.arange(0, TILE)
+            m_keys = (o_keys >= first_key) & (o_keys < last_key) if part == 1 else tl.full((TILE,), True, tl.int1)
+            i_blocks = tl.load(p_table + i_sequence * stride_table + o_keys // BLOCK_SIZE, mask=m_keys, other=0).to(
+                tl.int64
+            )
+            o_cache = i_blocks * stride_block + (o_keys % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + i_head * HEAD_DIM
+            m_cache = m_keys[:, None] & m_dim[None, :]
+            b_keys = tl.load(p_keys + o_cache[:, None] + o_dim[None, :], mask=m_cache, other=0.0)
+            b_values = tl.load(p_values + o_cache[:, None] + o_dim[None, :], mask=m_cache, other=0.0)
+            b_scores = tl.dot(b_queries, tl.trans(b_keys), input_precision=PRECISION) * scale_log2
+            if part == 1:
+                m_seen = m_keys[None, :] & (o_keys[None, :] <= positions[:, None])
+                if WINDOW > 0:
+                    m_seen = m_seen & (o_keys[None, :] > positions[:, None] - WINDOW)
+                b_scores = tl.where(m_seen, b_scores, float("-inf"))
+            b_new = tl.maximum(b_largest, tl.max(b_scores, 1))
+            b_shift = (
+                tl.where(b_new == float("-inf"), 0.0, b_new) if part == 1 else b_new
+            )  # a row that sees nothing yet
+            b_weights = tl.exp2(b_scores - b_shift[:, None])
+            b_keep = tl.exp2(b_largest - b_shift)
+            b_total = b_total * b_keep + tl.sum(b_weights, 1)
+            b_sum = b_sum * b_keep[:, None]
+            b_sum = tl.dot(b_weights.to(b_values.dtype), b_values, b_sum, input_precision=PRECISION)
+            b_largest = b_new
+
+    if i_partial < 0:
+        p_rows = p_out + (i_tokens * (KV_HEADS * GROUP * HEAD_DIM) + o_heads)[:, None] + o_dim[None, :]
+        tl.store(p_rows, (b_sum / b_total[:, None]).to(p_out.dtype.element_ty), mask=m_out)
+    else:
+        i_rows = (i_partial * KV_HEADS + i_head) * partial_rows + tl.arange(0, BLOCK_M)
+        tl.store(p_partials + i_rows[:, None] * HEAD_DIM + o_dim[None, :], b_sum, mask=m_out)
+        tl.store(p_stats + i_rows * 2, b_largest, mask=m_rows)
+        tl.store(p_stats + i_rows * 2 + 1, b_total, mask=m_rows)
+
+
+@triton.jit
+def _merge(
+    p_partials,
+    p_stats,
+    p_merges,
+    p_starts,
+    p_out,
+    partial_rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program merges one row: CHUNKS partials at a time, in their order."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
+    p_merge = p_merges + tl.program_id(2).to(tl.int64) * COLUMNS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if i_row >= tl.load(p_merge + 2):
+        return
+    first_partial = tl.load(p_merge + 3).to(tl.int64)
+    num_partials = tl.load(p_merge + 4)
+    o_dim = tl.arange(0, BLOCK_D)
+    m_dim = o_dim < HEAD_DIM
+    b_largest = tl.full((1,), float("-inf"), tl.float32)
+    b_total = tl.zeros((1,), tl.float32)
+    b_sum = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, num_partials, CHUNKS):
+        o_chunks = first + tl.arange(0, CHUNKS)
+        m_chunks = o_chunks < num_partials
+        i_rows = ((first_partial + o_chunks) * KV_HEADS + i_head) * partial_rows + i_row
+        b_peaks = tl.load(p_stats + i_rows * 2, mask=m_chunks, other=float("-inf"))
+        b_totals = tl.load(p_stats + i_rows * 2 + 1, mask=m_chunks, other=0.0)
+        b_parts = tl.load(
+            p_partials + i_rows[:, None] * HEAD_DIM + o_dim[None, :], mask=m_chunks[:, None] & m_dim[None, :], other=0.0
+        )
+        b_new = tl.maximum(b_largest, tl.max(b_peaks, 0))
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_keep = tl.exp2(b_largest - b_shift)
+        b_weights = tl.exp2(b_peaks - b_shift)
+        b_total = b_total * b_keep + tl.sum(b_totals * b_weights, 0)
+        b_sum = b_sum * b_keep + tl.sum(b_parts * b_weights[:, None], 0)
+        b_largest = b_new
+    o_row = tl.load(p_merge + 1) + i_row
+    i_token = tl.load(p_starts + tl.load(p_merge)).to(tl.int64) + o_row // GROUP
+    o_out = ((i_token * KV_HEADS + i_head) * GROUP + o_row % GROUP) * HEAD_DIM
+    tl.store(p_out + o_out + o_dim, (b_sum / b_total).to(p_out.dtype.element_ty), mask=m_dim)
+
+
+def paged_attention(
+    queries: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """See the package; scale is positive."""
+    head_dim = queries.shape[2]
+    assert queries.stride()[1:] == (head_dim, 1), queries.stride()
+    assert key_cache.is_contiguous(), key_cache.stride()
+    assert value_cache.is_contiguous(), value_cache.stride()
+    assert scale > 0, scale
+    work = plan.work
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    shape = (work.num_partials, plan.num_kv_heads, work.partial_rows)
+    partials = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
+    stats = torch.empty((*shape, 2), dtype=torch.float32, device=queries.device)
+    for launch in work.launches:
+        _launch(launch, work, plan, (queries, key_cache, value_cache, out, partials, stats), scale)
+    if work.num_partials:
+        _launch_merge(work, plan, out, partials, stats)
+    return out
+
+
+def _launch(
+    launch: Launch, work: AttentionWork, plan: AttentionPlan, tensors: tuple[Tensor, ...], scale: float
+) -> None:
+    queries, key_cache, value_cache, out, partials, stats = tensors
+    head_dim = queries.shape[2]
+    num_items = len(launch.items)
+    grid = (num_items * plan.num_kv_heads,) if launch.is_split else (num_items, plan.num_kv_heads)
+    row = tiles(
+        "attend_split" if launch.is_split else "attend_chunk", out.device, head_bytes=head_dim * queries.element_size()
+    )
+    overlaps = work.num_partials > 0 and tiles("merge", out.device)["pdl"]
+    _attend[grid](
+        queries,
+        key_cache,
+        value_cache,
+        plan.block_tables,
+        launch.items,
+        work.starts,
+        work.contexts,
+        out,
+        partials,
+        stats,
+        queries.stride(0),
+        plan.block_tables.stride(0),
+        key_cache.stride(0),
+        work.partial_rows,
+        scale * math.log2(math.e),
+        KV_HEADS=plan.num_kv_heads,
+        GROUP=plan.num_heads // plan.num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=plan.block_size,
+        WINDOW=plan.sliding_window or 0,
+        COLUMNS=COLUMNS,
+        BLOCK_M=launch.block_m,
+        BLOCK_D=max(16, power_of_2(head_dim)),
+        TILE=row["tile"],
+        IS_SPLIT=launch.is_split,
+        PRECISION="tf32x3" if queries.dtype == torch.float32 else "tf32",
+        PDL=bool(overlaps),
+        num_warps=row["num_warps"],
+        num_stages=row["num_stages"],
+    )
+
+
+def _launch_merge(work: AttentionWork, plan: AttentionPlan, out: Tensor, partials: Tensor, stats: Tensor) -> None:
+    row = tiles("merge", out.device)
+    head_dim = out.shape[2]
+    _merge[(work.partial_rows, plan.num_kv_heads, len(work.merges))](
+        partials,
+        stats,
+        work.merges,
+        work.starts,
+        out,
+        work.partial_rows,
+        KV_HEADS=plan.num_kv_heads,
+        GROUP=plan.num_heads // plan.num_kv_heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=COLUMNS,
+        BLOCK_D=max(16, power_of_2(head_dim)),
+        CHUNKS=row["chunks"],
+        PDL=bool(row["pdl"]),
+        num_warps=row["num_warps"],
+        **({"launch_pdl": True} if row["pdl"] else {}),
+    )

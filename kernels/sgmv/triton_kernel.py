@@ -1,0 +1,239 @@
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+"""Two launches for all slices of a projection: shrink stores its sums over parts of ``in`` (split-K), expand adds
+them in their order, multiplies by B and adds the result to y. No atomics, nothing to clear before.
+
+Rows stand sorted by slot in segments of at most BLOCK_M of one slot (plan.py); a slot is read at its own rank. The
+shrunk row is split into two numbers of the weights' dtype, so that the tensor cores lose nothing of it.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sgmv import LoraSlice
+from kernels.sgmv.plan import Segments, SgmvPlan
+from kernels.tiles import power_of_2, tiles
+
+_COLUMNS = 8  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
+
+
+@triton.jit
+def _shrink(
+    p_x,
+    p_partials,
+    p_rows,
+    p_segments,
+    p_slices,
+    num_rows,
+    stride_x,
+    SIZE_IN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """partials [slices, SPLIT, num_rows, BLOCK_R] fp32 by sorted row; a slot's own ranks are written, rounded up to
+    a multiple of 8 with zeros, so that expand may load vectors."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_segment = tl.program_id(0).to(tl.int64)
+    i_split = tl.program_id(1).to(tl.int64)
+    i_slice = tl.program_id(2).to(tl.int64)
+    first_row = tl.load(p_segments + i_segment * 4)
+    num_own = tl.load(p_segments + i_segment * 4 + 1)
+    i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
+    p_slice = p_slices + i_slice * COLUMNS
+    p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
+    lora_rank = tl.load(p_ranks + i_slot)
+    if lora_rank == 0:
+        return
+    p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty)), 16)  # bytes
+    num_ranks = tl.load(p_slice + 5)
+
+    o_rows = tl.arange(0, BLOCK_M)
+    m_rows = o_rows < num_own
+    i_rows = tl.load(p_rows + first_row + o_rows, mask=m_rows, other=0).to(tl.int64)
+    o_ranks = tl.arange(0, BLOCK_R)
+    m_ranks = o_ranks < lora_rank
+    o_a = (i_slot * num_ranks + o_ranks) * SIZE_IN
+    PART: tl.constexpr = (SIZE_IN + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    first = i_split * PART
+    b_low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for i_step in range(PART // BLOCK_K):
+        o_in = first + i_step * BLOCK_K + tl.arange(0, BLOCK_K)
+        m_in = o_in < SIZE_IN if SIZE_IN % (SPLIT * BLOCK_K) else tl.full((BLOCK_K,), True, tl.int1)
+        b_x = tl.load(
+            p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0
+        )
+        b_a = tl.load(p_a + o_a[:, None] + o_in[None, :], mask=m_ranks[:, None] & m_in[None, :], other=0.0)
+        b_low = tl.dot(b_x, tl.trans(b_a), b_low, input_precision=PRECISION)
+    i_out = (i_slice * SPLIT + i_split) * num_rows + first_row + o_rows
+    m_low = m_rows[:, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, :]
+    tl.store(p_partials + i_out[:, None] * BLOCK_R + o_ranks[None, :], b_low, mask=m_low)
+
+
+@triton.jit
+def _expand(
+    p_y,
+    p_partials,
+    p_rows,
+    p_segments,
+    p_slices,
+    num_rows,
+    stride_y,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ALIGNED: every slice begins and ends at a multiple of 16 columns, in y and in b."""
+    i_column = tl.program_id(0).to(tl.int64) * BLOCK_N
+    i_segment = tl.program_id(1).to(tl.int64)
+    i_slice = tl.program_id(2).to(tl.int64)
+    p_slice = p_slices + i_slice * COLUMNS
+    start = tl.load(p_slice + 3)
+    size_out = tl.load(p_slice + 4)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+        size_out = tl.multiple_of(size_out, 16)
+    first_row = tl.load(p_segments + i_segment * 4)
+    num_own = tl.load(p_segments + i_segment * 4 + 1)
+    i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
+    p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
+    lora_rank = tl.load(p_ranks + i_slot)
+    if (lora_rank == 0) | (i_column >= size_out):
+        return
+    p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_y.dtype.element_ty)), 16)  # bytes
+    num_ranks = tl.load(p_slice + 5)
+
+    o_rows = tl.arange(0, BLOCK_M)
+    m_rows = o_rows < num_own
+    i_rows = tl.load(p_rows + first_row + o_rows, mask=m_rows, other=0).to(tl.int64)
+    o_ranks = tl.arange(0, BLOCK_R)
+    m_ranks = o_ranks < lora_rank
+    o_out = i_column + tl.arange(0, BLOCK_N)
+    m_out = o_out < size_out
+    p_weights = p_b + ((i_slot * num_ranks + o_ranks) * size_out)[:, None] + o_out[None, :]
+    b_b = tl.load(p_weights, mask=m_ranks[:, None] & m_out[None, :], other=0.0)
+    p_own = p_y + (i_rows * stride_y)[:, None] + (start + o_out)[None, :]
+    m_own = m_rows[:, None] & m_out[None, :]
+    b_y = tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
+    o_splits = (i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row
+    o_low = (o_splits[:, None, None] + o_rows[None, :, None]) * BLOCK_R + o_ranks[None, None, :]
+    m_low = m_rows[None, :, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_low = tl.sum(tl.load(p_partials + o_low, mask=m_low, other=0.0), 0)
+    b_high = b_low.to(b_b.dtype)
+    b_y = tl.dot(b_high, b_b, b_y, input_precision=PRECISION)
+    if b_b.dtype != tl.float32:
+        b_y = tl.dot((b_low - b_high.to(tl.float32)).to(b_b.dtype), b_b, b_y, input_precision=PRECISION)
+    tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_own)
+
+
+def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
+    """See the package; a, b, x and y have one dtype."""
+    for part in slices:
+        assert part.a.dtype == part.b.dtype == x.dtype == y.dtype, (part.a.dtype, part.b.dtype, x.dtype, y.dtype)
+        assert part.a.is_contiguous(), part.a.stride()
+        assert part.b.is_contiguous(), part.b.stride()
+        assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
+    assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
+    lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
+    if not lora_rank:
+        return
+    shrink = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
+    expand = tiles("sgmv_expand", x.device, tokens=plan.num_rows, rank=lora_rank)
+    segments = plan.segments(shrink["block_m"])
+    table = _slice_table(tuple(map(_slice_row, slices)), x.device)
+    block_r = max(16, power_of_2(lora_rank))
+    shape = (len(slices), shrink["split"], len(segments.rows), block_r)
+    partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _launch_shrink(x, partials, segments, table, (shrink, expand))
+    _launch_expand(y, partials, segments, table, (shrink, expand), slices)
+
+
+def _launch_shrink(
+    x: Tensor, partials: Tensor, segments: Segments, table: Tensor, rows: tuple[dict[str, int], dict[str, int]]
+) -> None:
+    shrink, expand = rows
+    num_slices, split, num_rows, block_r = partials.shape
+    _shrink[(len(segments.table), split, num_slices)](
+        x,
+        partials,
+        segments.rows,
+        segments.table,
+        table,
+        num_rows,
+        x.stride(0),
+        SIZE_IN=x.shape[1],
+        SPLIT=split,
+        BLOCK_M=shrink["block_m"],
+        BLOCK_K=shrink["block_k"] * 2 // x.element_size(),  # the tables count bf16
+        BLOCK_R=block_r,
+        COLUMNS=_COLUMNS,
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        PDL=bool(expand["pdl"]),
+        num_warps=shrink["num_warps"],
+        num_stages=shrink["num_stages"],
+    )
+
+
+def _launch_expand(
+    y: Tensor,
+    partials: Tensor,
+    segments: Segments,
+    table: Tensor,
+    rows: tuple[dict[str, int], dict[str, int]],
+    slices: Sequence[LoraSlice],
+) -> None:
+    shrink, expand = rows
+    num_slices, split, num_rows, block_r = partials.shape
+    most = max(part.b.shape[2] for part in slices)
+    _expand[(triton.cdiv(most, expand["block_n"]), len(segments.table), num_slices)](
+        y,
+        partials,
+        segments.rows,
+        segments.table,
+        table,
+        num_rows,
+        y.stride(0),
+        SPLIT=split,
+        BLOCK_M=shrink["block_m"],
+        BLOCK_N=expand["block_n"],
+        BLOCK_R=block_r,
+        COLUMNS=_COLUMNS,
+        ALIGNED=all(part.start % 16 == 0 and part.b.shape[2] % 16 == 0 for part in slices),
+        PRECISION="tf32x3" if y.dtype == torch.float32 else "tf32",
+        PDL=bool(expand["pdl"]),
+        num_warps=expand["num_warps"],
+        num_stages=1,
+        **({"launch_pdl": True} if expand["pdl"] else {}),
+    )
+
+
+def _slice_row(part: LoraSlice) -> tuple[int, ...]:
+    ranks = _rank_table(part.lora_ranks, part.a.device) if part.rank_table is None else part.rank_table
+    return (part.a.data_ptr(), part.b.data_ptr(), ranks.data_ptr(), part.start, part.b.shape[2], part.a.shape[1])
+
+
+@lru_cache(maxsize=4096)
+def _rank_table(lora_ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(lora_ranks, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _slice_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """[slices, COLUMNS] int64. All that it holds is its key, so it is never stale."""
+    return torch.tensor([(*row, *(0,) * (_COLUMNS - len(row))) for row in rows], dtype=torch.int64, device=device)

@@ -1,0 +1,219 @@
+"""Compiles every launch of the Triton kernels for sm_90, without a GPU, and prints what each takes, as JSON.
+
+    PYTHONPATH=FOLDER_WITH_TRITON_3_6_0:. python -m tests.kernels.compiled.gate [CASE [KERNEL JSON]]
+
+The wrappers run on CPU tensors with a recorder in the place of the launch, for every row of every table in
+kernels/configs: so the signatures, the constants and the alignment are those of the real launches. CASE chooses the
+cases whose names begin so; JSON takes the place of all rows of one kernel, for a trial. The golden file of
+tests/prove/test_prove_kernels_sm90.py is what this prints.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kernels import tiles
+from kernels.paged_attention import plan_attention
+from kernels.paged_attention import triton_kernel as attention_kernel
+from kernels.rms_norm import triton_kernel as rms_norm_kernel
+from kernels.rope import triton_kernel as rope_kernel
+from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.sgmv import triton_kernel as sgmv_kernel
+from kernels.store_kv import triton_kernel as store_kv_kernel
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+Launch = tuple[JITFunction, dict[str, Any]]
+
+
+def record(run: Callable[[], object]) -> list[Launch]:
+    """The launches that ``run`` would make."""
+    launches: list[Launch] = []
+
+    def recorder(kernel: JITFunction, *args: object, grid: object, warmup: bool, **named: object) -> None:
+        launches.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **named}))
+
+    original, JITFunction.run = JITFunction.run, recorder
+    try:
+        run()
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
+    """As Triton itself would specialise these arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[parameter.name] = (
+            POINTERS[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
+        )
+        if not isinstance(value, float) and (value.data_ptr() if is_tensor else value) % 16 == 0:
+            attributes[number,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {name: given[name] for name in OPTIONS if name in given}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, code))
+
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "spills": count(r"\b(?:LDL|STL)\b"),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": count(r"\bHGMMA"),
+        "mma": count(r"\bHMMA"),
+        "wide_loads": count(r"\b(?:LDG|LDGSTS)\.E[.\w]*\.128"),
+        "narrow_loads": count(r"\bLDG\.E(?!\S*128)"),
+        "atomics": count(r"\b(?:ATOM|ATOMG|RED)\."),
+    }
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def attention(
+    heads: tuple[int, int, int],
+    queries: int,
+    context: int,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    blocks = -(-context // 16)
+    plan = plan_attention(
+        torch.arange(blocks)[None],
+        [0, queries],
+        [context],
+        block_size=16,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        sliding_window=window,
+    )
+    cache = torch.zeros(blocks, 16, num_kv_heads, head_dim, dtype=dtype)
+    x = torch.zeros(queries, num_heads, head_dim, dtype=dtype)
+    attention_kernel.paged_attention(x, cache, cache, plan, head_dim**-0.5)
+
+
+def lora(
+    num_rows: int, size_in: int, sizes_out: tuple[int, ...], rank: int, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    slices, start = [], 0
+    for size_out in sizes_out:
+        a, b = (torch.zeros(1, rank, size, dtype=dtype) for size in (size_in, size_out))
+        slices.append(LoraSlice(a, b, (rank,), start))
+        start += size_out
+    x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
+    sgmv_kernel.sgmv(y, x, slices, plan_sgmv([0] * num_rows, x.device))
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Shapes of Llama-3-8B, SmolLM2-135M, and of models with head size 256 and one key/value head."""
+    for size in (576, 4096):
+        yield f"rms_norm {size}", lambda size=size: rms_norm_kernel.rms_norm(normal(64, size), normal(size), 1e-5)
+        yield (
+            f"add_rms_norm {size}",
+            lambda size=size: rms_norm_kernel.rms_norm(normal(64, size), normal(size), 1e-5, normal(64, size)),
+        )
+    yield "qk_norm 128", lambda: rms_norm_kernel.rms_norm(normal(64, 48, 128)[:, :32], normal(128), 1e-5)
+    for num_heads, head_dim in ((48, 128), (15, 64)):
+        heads, table = normal(64, num_heads, head_dim), torch.zeros(64, 2, head_dim)
+        yield (
+            f"rope {num_heads} {head_dim}",
+            lambda heads=heads, table=table: rope_kernel.rope(heads[:, 2:], torch.arange(64), table),
+        )
+    for shape in ((64, 8, 128), (64, 3, 64)):
+        new, cache = normal(*shape), normal(4, 16, *shape[1:])
+        yield (
+            f"store_kv {shape[1]} {shape[2]}",
+            lambda new=new, cache=cache: store_kv_kernel.store_kv(new, new, cache, cache, torch.arange(64)),
+        )
+    for name, heads in {"32/8 128": (32, 8, 128), "9/3 64": (9, 3, 64), "8/1 256": (8, 1, 256)}.items():
+        yield f"decode {name}", lambda heads=heads: attention(heads, 1, 4096)
+        yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)
+    yield "decode 32/8 128 window", lambda: attention((32, 8, 128), 1, 4096, 1024)
+    yield "prefill 32/8 128 window", lambda: attention((32, 8, 128), 64, 4096, 1024)
+    for queries in (1, 64):
+        yield (
+            f"fp32, {queries} queries 32/8 128",
+            lambda queries=queries: attention((32, 8, 128), queries, 4096, dtype=torch.float32),
+        )
+    yield "attention of 8 queries 32/8 128", lambda: attention((32, 8, 128), 8, 4096)
+    yield "attention of 8 queries 64/1 128", lambda: attention((64, 1, 128), 8, 4096)
+    for num_rows in (64, 512, 2048):
+        for rank in (16, 32, 64, 128):
+            yield f"lora T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r)
+    for num_rows in (64, 512, 2048):
+        yield f"fp32, lora T={num_rows} r=128", lambda n=num_rows: lora(n, 4096, (4096,), 128, torch.float32)
+    yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
+
+
+_known: dict[str, dict[str, int]] = {}
+
+
+def resources_of(kernel: JITFunction, given: dict[str, Any]) -> dict[str, int]:
+    compiled = compile_launch(kernel, given)
+    if compiled.hash not in _known:
+        _known[compiled.hash] = resources(compiled)
+    return _known[compiled.hash]
+
+
+def rows_of_tables() -> Iterator[tuple[str, dict[str, list[dict[str, int]]]]]:
+    for path in sorted(tiles.CONFIGS.glob("*.json")):
+        yield path.stem, json.loads(path.read_text())
+
+
+def name_of(table: str, case: str, kernel: JITFunction, given: dict[str, Any]) -> str:
+    chosen = [f"{name.lower()}={given[name]}" for name in OPTIONS if name in given]
+    return f"{table} | {case} | {kernel.__name__} {' '.join(chosen)}"
+
+
+def main() -> None:
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    trial = {sys.argv[2]: [json.loads(sys.argv[3])]} if len(sys.argv) > 2 else {}
+    found: dict[str, dict[str, int]] = {}
+    for name, table in rows_of_tables():
+        tiles._table = lambda _, table=table: {**table, **trial}
+        for case, run in cases():
+            for kernel, given in record(run) if case.startswith(chosen) else ():
+                found[name_of(name, case, kernel, given)] = resources_of(kernel, given)
+    print("{", ",\n".join(f"{json.dumps(launch)}: {json.dumps(now)}" for launch, now in found.items()), "}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What every Triton kernel must do, as checks of a kernel's module: the tests run them on ours, and on copies of ours
+into which a fault was planted."""
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kernels import tiles
+from kernels.rms_norm import reference as rms_norm_reference
+from kernels.rope import reference as rope_reference
+from kernels.rope import rope_table
+from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.testing import NAN, Heads, RaggedKv, assert_matches_reference, dense_attention, lora_delta, lora_memory
+
+Spans = Sequence[tuple[int, int, int]]
+_numbers = itertools.count()
+
+
+def planted(module: ModuleType, fault: tuple[str, str], folder: Path) -> ModuleType:
+    """A copy of a kernel's module in which the text fault[0], which stands there once, is fault[1]."""
+    source = Path(module.__file__).read_text()
+    if source.count(fault[0]) != 1:
+        raise LookupError(f"{source.count(fault[0])} times in {module.__name__}: {fault[0]}")
+    path = folder / f"planted_{next(_numbers)}.py"
+    path.write_text(source.replace(*fault))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sliced(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random numbers as a slice of wider rows whose other columns are NaN."""
+    wide = torch.full((shape[0], *(size + 3 for size in shape[1:2]), *shape[2:]), NAN, dtype=dtype)
+    wide[:, 2:-1] = draw(*shape, dtype=dtype, seed=seed)
+    return wide[:, 2:-1]
+
+
+def check_rms_norm(kernel: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = sliced(*shape, dtype=dtype)
+    weight = draw(shape[-1], dtype=dtype, seed=1)
+    expected = rms_norm_reference.rms_norm(x.double(), weight.double(), 1e-5)
+    assert_matches_reference(kernel.rms_norm(x, weight, 1e-5), expected)
+
+
+def check_add_rms_norm(kernel: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = sliced(*shape, dtype=dtype), draw(shape[-1], dtype=dtype, seed=1)
+    residual = draw(*shape, dtype=dtype, seed=2)
+    total = x + residual
+    out = kernel.rms_norm(x, weight, 1e-5, residual)
+    assert torch.equal(residual, total)
+    assert_matches_reference(out, rms_norm_reference.rms_norm(total.double(), weight.double(), 1e-5))
+
+
+def check_rope(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: torch.dtype) -> None:
+    x = sliced(num_tokens, heads.num_heads, heads.head_dim, dtype=dtype)
+    positions = torch.randperm(num_tokens * 5, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    table = rope_table(1e4 ** (-torch.arange(0, heads.head_dim, 2) / heads.head_dim), num_tokens * 5)
+    unseen = torch.ones(len(table), dtype=torch.bool).index_fill(0, positions, False)
+    table[unseen] = NAN
+    expected = rope_reference.rope(x.double(), positions, table.double())
+    assert_matches_reference(kernel.rope(x, positions, table), expected)
+
+
+def check_store_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    size = (num_tokens, heads.num_kv_heads, heads.head_dim)
+    keys, values = sliced(*size, dtype=dtypes[0]), sliced(*size, dtype=dtypes[0], seed=1)
+    num_blocks = num_tokens // heads.block_size + 3  # the last of them stays free: a fault may write into it
+    caches = [draw(num_blocks, heads.block_size, *size[1:], dtype=dtypes[1], seed=seed) for seed in (2, 3)]
+    slots = torch.randperm((num_blocks - 1) * heads.block_size, generator=torch.Generator().manual_seed(4))[:num_tokens]
+    expected = [cache.clone() for cache in caches]
+    for cache, new in zip(expected, (keys, values), strict=True):
+        cache.view(-1, *size[1:])[slots] = new.to(dtypes[1])
+    kernel.store_kv(keys, values, *caches, slots)
+    assert torch.equal(caches[0], expected[0])
+    assert torch.equal(caches[1], expected[1])
+
+
+def attend(kernel: ModuleType, batch: RaggedKv, spans: Spans) -> Tensor:
+    queries, plan = batch.step(spans)
+    return kernel.paged_attention(queries, batch.key_cache, batch.value_cache, plan, batch.heads.head_dim**-0.5)
+
+
+def check_attention(kernel: ModuleType, batch: RaggedKv, spans: Spans) -> None:
+    """All that a query must not see is NaN (kernels.testing), and so are the sequence's own later positions."""
+    scale = batch.heads.head_dim**-0.5
+    expected = torch.cat(
+        [
+            dense_attention(batch.sequences[index], scale, batch.heads.sliding_window)[first:end]
+            for index, first, end in spans
+        ]
+    )
+    assert_matches_reference(attend(kernel, hide_unseen(batch, spans), spans), expected)
+
+
+def hide_unseen(batch: RaggedKv, spans: Spans) -> RaggedKv:
+    """The same cache with NaN wherever no query of the spans may look: behind them, and before their windows."""
+    seen = torch.zeros(batch.key_cache.shape[:2], dtype=torch.bool)
+    window = batch.heads.sliding_window
+    for index, first, end in spans:
+        positions = torch.arange(0 if window is None else max(0, first + 1 - window), end)
+        blocks = torch.tensor(batch.sequences[index].blocks)[positions // batch.heads.block_size]
+        seen[blocks, positions % batch.heads.block_size] = True
+    keys, values = (cache.masked_fill(~seen[..., None, None], NAN) for cache in (batch.key_cache, batch.value_cache))
+    return RaggedKv(batch.heads, batch.sequences, keys, values)
+
+
+def small_tiles(monkeypatch) -> None:
+    """Chunks of 32 keys, so that short sequences are split; tiles of 16 keys; 32 rows of a prompt a program."""
+    attend = [{"tile": 16, "num_warps": 4, "num_stages": 2}]
+    table = {
+        **tiles._table("default"),
+        "split_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
+        "chunk_work": [{"block_m": 32, "max_chunk": 32}],
+        "attend_split": attend,
+        "attend_chunk": attend,
+    }
+    monkeypatch.setattr(tiles, "_table", lambda _: table)
+
+
+def lora_slices(
+    lora_ranks: Sequence[Sequence[int]], num_in: int, num_outs: Sequence[int], dtype: torch.dtype, used: set[int]
+) -> list[LoraSlice]:
+    """One slice for each of ``num_outs``; slots outside ``used`` and ranks past a slot's own are NaN."""
+    slices, start = [], 0
+    for index, (ranks, num_out) in enumerate(zip(lora_ranks, num_outs, strict=True)):
+        a, b = lora_memory(ranks, num_in, num_out, dtype, seed=index)
+        for slot, rank in enumerate(ranks):
+            a[slot, rank if slot in used else 0 :] = NAN
+            b[slot, rank if slot in used else 0 :] = NAN
+        slices.append(LoraSlice(a, b, tuple(ranks), start))
+        start += num_out
+    return slices
+
+
+def check_sgmv(kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype) -> None:
+    num_columns = slices[-1].start + slices[-1].b.shape[2]
+    x = sliced(len(slots), slices[0].a.shape[2], dtype=dtype)
+    y = draw(len(slots), num_columns, dtype=dtype, seed=9)
+    before = y.clone()
+    expected = y.double()
+    touched = torch.zeros_like(y, dtype=torch.bool)
+    for part, (row, slot) in itertools.product(slices, enumerate(slots)):
+        if slot >= 0 and part.lora_ranks[slot]:
+            columns = slice(part.start, part.start + part.b.shape[2])
+            expected[row, columns] += lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
+            touched[row, columns] = True
+    kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    assert torch.equal(y[~touched], before[~touched])
+    assert_matches_reference(y[touched], expected[touched])

@@ -1,0 +1,88 @@
+"""Every kernel on tensors that end at a page which nobody may touch: a read or a write past an end kills this process.
+
+Run as ``python -m tests.kernels.interpreted.guarded NAME`` with TRITON_INTERPRET=1; NAME is a key of CASES.
+"""
+
+import ctypes
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """A copy of it that stands between two pages without access, its end flush with the upper one."""
+    size = tensor.numel() * tensor.element_size()
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    private_anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    base = _libc.mmap(None, room + 2 * mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, private_anonymous, -1, 0)
+    for page in (base, base + mmap.PAGESIZE + room):
+        assert _libc.mprotect(page, mmap.PAGESIZE, 0) == 0
+    memory = (ctypes.c_char * size).from_address(base + mmap.PAGESIZE + room - size)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _rms_norm() -> None:
+    from kernels.rms_norm import triton_kernel
+
+    x, weight = guarded(torch.randn(3, 97)), guarded(torch.randn(97))
+    triton_kernel.rms_norm(x, weight, 1e-5)
+    triton_kernel.rms_norm(x, weight, 1e-5, guarded(torch.randn(3, 97)))
+
+
+def _rope() -> None:
+    from kernels.rope import triton_kernel
+
+    heads, table = guarded(torch.randn(3, 5, 24)), guarded(torch.randn(9, 2, 24))
+    triton_kernel.rope(heads, guarded(torch.tensor([8, 0, 3])), table)
+
+
+def _store_kv() -> None:
+    from kernels.store_kv import triton_kernel
+
+    keys, values = guarded(torch.randn(3, 3, 24)), guarded(torch.randn(3, 3, 24))
+    caches = [guarded(torch.zeros(2, 4, 3, 24)) for _ in range(2)]
+    triton_kernel.store_kv(keys, values, *caches, guarded(torch.tensor([7, 0, 3])))
+
+
+def _sgmv() -> None:
+    from kernels.sgmv import LoraSlice, plan_sgmv, triton_kernel
+
+    x, y = guarded(torch.randn(5, 97)), guarded(torch.randn(5, 41))
+    part = LoraSlice(guarded(torch.randn(2, 8, 97)), guarded(torch.randn(2, 8, 41)), (3, 8))
+    triton_kernel.sgmv(y, x, [part], plan_sgmv([1, -1, 0, 1, 1], x.device))
+
+
+def _paged_attention() -> None:
+    from kernels.paged_attention import plan_attention, triton_kernel
+
+    caches = [guarded(torch.randn(5, 16, 2, 24)) for _ in range(2)]
+    tables = guarded(torch.tensor([[4, 3], [2, 1]]))
+    for starts, contexts in (([0, 1, 2], [17, 32]), ([0, 3, 23], [32, 31])):
+        plan = plan_attention(tables, starts, contexts, block_size=16, num_heads=6, num_kv_heads=2)
+        triton_kernel.paged_attention(guarded(torch.randn(starts[-1], 6, 24)), *caches, plan, 0.2)
+
+
+def _past_an_end() -> None:
+    from kernels.store_kv import triton_kernel
+
+    keys = guarded(torch.randn(1, 3, 24))
+    caches = [guarded(torch.zeros(2, 4, 3, 24)) for _ in range(2)]
+    triton_kernel.store_kv(keys, keys, *caches, torch.tensor([8]))
+
+
+CASES = {
+    case.__name__.lstrip("_"): case for case in (_rms_norm, _rope, _store_kv, _sgmv, _paged_attention, _past_an_end)
+}
+
+if __name__ == "__main__":
+    from tests.kernels.interpreted import shim
+
+    shim.install()
+    CASES[sys.argv[1]]()

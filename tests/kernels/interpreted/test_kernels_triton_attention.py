@@ -1,0 +1,145 @@
+"""Paged attention under Triton's interpreter, against the whole score matrix in float64."""
+
+import pytest
+import torch
+
+from kernels.paged_attention import triton_kernel as attention_kernel
+from kernels.testing import Heads, RaggedKv, ragged_kv
+from tests.kernels.interpreted.checks import attend, check_attention, planted, small_tiles
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+BOTH = pytest.mark.parametrize("dtype", [FLOAT, BF16])
+
+
+def last(*lengths: int, queries: int = 1) -> list[tuple[int, int, int]]:
+    """The last queries of sequences of these lengths."""
+    return [(index, length - queries, length) for index, length in enumerate(lengths)]
+
+
+@BOTH
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_decode_reads_its_own_blocks_to_their_last_token(block_size, dtype):
+    lengths = [1, 15, 16, 17, 63, 65, 130]
+    batch = ragged_kv(lengths, Heads(4, 2, 16, block_size), dtype)
+    check_attention(attention_kernel, batch, last(*lengths))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(3, 3, 64, 16),
+        Heads(8, 1, 64, 16),
+        Heads(9, 3, 64, 16),
+        Heads(32, 1, 16, 16),
+        Heads(4, 2, 80, 16),
+        Heads(2, 1, 256, 16),
+    ],
+    ids=["multi-head", "multi-query", "groups of 3", "32 rows", "head size 80", "head size 256"],
+)
+def test_decode_of_every_kind_of_heads(heads, dtype):
+    check_attention(attention_kernel, ragged_kv([20, 70], heads, dtype), last(20, 70))
+
+
+@BOTH
+@pytest.mark.parametrize("sliding_window", [None, 40])
+def test_decode_merges_the_chunks_of_a_long_sequence(sliding_window, dtype, monkeypatch):
+    small_tiles(monkeypatch)
+    lengths = [31, 32, 33, 97, 290]
+    batch = ragged_kv(lengths, Heads(4, 2, 32, 16, sliding_window), dtype)
+    check_attention(attention_kernel, batch, last(*lengths))
+
+
+def test_chunks_and_one_piece_agree(monkeypatch):
+    batch = ragged_kv([200], Heads(4, 2, 32, 16))
+    whole = attend(attention_kernel, batch, last(200))
+    small_tiles(monkeypatch)
+    torch.testing.assert_close(attend(attention_kernel, batch, last(200)), whole, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("queries", [2, 3, 5, 8])
+def test_a_few_queries_of_one_sequence_see_causally(queries, dtype, monkeypatch):
+    small_tiles(monkeypatch)
+    lengths = [9, 34, 66]
+    check_attention(attention_kernel, ragged_kv(lengths, Heads(4, 2, 16, 16), dtype), last(*lengths, queries=queries))
+
+
+def test_more_rows_than_a_program_has_are_cut(monkeypatch):
+    small_tiles(monkeypatch)
+    check_attention(attention_kernel, ragged_kv([40], Heads(16, 1, 16, 16)), last(40, queries=8))
+
+
+@BOTH
+@pytest.mark.parametrize("sliding_window", [None, 24])
+@pytest.mark.parametrize(("first", "end"), [(0, 9), (0, 70), (33, 90), (64, 80)])
+def test_a_prompt_chunk_sees_what_stands_before_it(first, end, sliding_window, dtype):
+    batch = ragged_kv([end], Heads(6, 2, 16, 16, sliding_window), dtype)
+    check_attention(attention_kernel, batch, [(0, first, end)])
+
+
+def test_a_prompt_chunk_of_many_programs_and_chunks(monkeypatch):
+    small_tiles(monkeypatch)
+    check_attention(attention_kernel, ragged_kv([90], Heads(4, 2, 16, 16)), [(0, 20, 90)])
+
+
+def test_prompts_decodes_and_checks_share_a_step():
+    batch = ragged_kv([40, 17, 90, 25], Heads(4, 2, 16, 16), BF16)
+    check_attention(attention_kernel, batch, [(0, 10, 40), (1, 16, 17), (2, 89, 90), (3, 21, 25)])
+
+
+def test_permuted_sequences_give_permuted_bits():
+    batch = ragged_kv([40, 130, 17], Heads(4, 2, 16, 16), BF16)
+    one = attend(attention_kernel, batch, [(0, 39, 40), (1, 129, 130), (2, 16, 17)])
+    other = attend(attention_kernel, batch, [(2, 16, 17), (0, 39, 40), (1, 129, 130)])
+    assert torch.equal(other, one[[2, 0, 1]])
+
+
+def test_where_blocks_lie_changes_no_bit():
+    batches = [ragged_kv([40, 70], Heads(4, 2, 16, 16), BF16) for _ in range(2)]
+    batches[1] = _moved(batches[1])
+    one, other = (attend(attention_kernel, batch, last(40, 70)) for batch in batches)
+    assert torch.equal(one, other)
+
+
+def _moved(batch: RaggedKv) -> RaggedKv:
+    count = len(batch.key_cache)
+    for sequence in batch.sequences:
+        sequence.blocks[:] = [count - 1 - block for block in sequence.blocks]
+    return RaggedKv(batch.heads, batch.sequences, batch.key_cache.flip(0), batch.value_cache.flip(0))
+
+
+FAULTS = {
+    "a missing causal mask": ("& (o_keys[None, :] <= positions[:, None])", ""),
+    "a missing mask of the last key": ("(o_keys >= first_key) & (o_keys < last_key)", "(o_keys >= first_key)"),
+    "a window that is one short": ("positions[:, None] - WINDOW", "positions[:, None] - WINDOW + 1"),
+    "an unmasked load of the values": (
+        "p_values + o_cache[:, None] + o_dim[None, :], mask=m_cache, other=0.0",
+        "p_values + o_cache[:, None] + o_dim[None, :], mask=m_cache",
+    ),
+    "swapped strides of the cache": (
+        "i_blocks * stride_block + (o_keys % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)",
+        "i_blocks * (KV_HEADS * HEAD_DIM) + (o_keys % BLOCK_SIZE) * stride_block",
+    ),
+    "the blocks of the sequence before": (
+        "p_table + i_sequence * stride_table",
+        "p_table + tl.maximum(i_sequence - 1, 0) * stride_table",
+    ),
+    "a head of the neighbour": ("+ i_head * HEAD_DIM\n", "+ (KV_HEADS - 1 - i_head) * HEAD_DIM\n"),
+    "a chunk left out of the merge": ("m_chunks = o_chunks < num_partials", "m_chunks = o_chunks < num_partials - 1"),
+    "the largest score of the first chunk": (
+        "b_keep = tl.exp2(b_largest - b_shift)\n        b_weights",
+        "b_keep = b_total * 0 + 1\n        b_weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(fault, tmp_path, monkeypatch):
+    small_tiles(monkeypatch)
+    batch = ragged_kv([17, 40, 600], Heads(4, 2, 16, 16, sliding_window=590))
+    spans = [(0, 16, 17), (1, 36, 40), (2, 599, 600)]
+    check_attention(attention_kernel, batch, spans)
+    faulty = planted(attention_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_attention(faulty, batch, spans)

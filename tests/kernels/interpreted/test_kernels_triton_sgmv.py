@@ -1,0 +1,130 @@
+"""Shrink and expand under Triton's interpreter."""
+
+import pytest
+import torch
+
+from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.sgmv import triton_kernel as sgmv_kernel
+from kernels.testing import NAN
+from tests.kernels.interpreted.checks import check_sgmv, draw, lora_slices, planted
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+BOTH = pytest.mark.parametrize("dtype", [FLOAT, BF16])
+MIXED = (8, 16, 5, 64, 24, 1)  # true ranks of six slots, in memory of 64
+POPULARITIES = {
+    "one": [3],
+    "base only": [-1, -1],
+    "identical": [1] * 17,
+    "distinct": [0, 1, 2, 3, 4, 5],
+    "uniform": [(7 * row) % 6 for row in range(33)],
+    "zipf with base rows": [(0, 0, 0, -1, 1, 1, -1, 4)[row % 8] for row in range(32)],
+}
+
+
+@BOTH
+@pytest.mark.parametrize("slots", POPULARITIES.values(), ids=POPULARITIES)
+def test_each_row_gets_its_own_adapter_and_base_rows_stay_bit_by_bit(slots, dtype):
+    slices = lora_slices([MIXED], 160, [96], dtype, used=set(slots))
+    check_sgmv(sgmv_kernel, slots, slices, dtype)
+
+
+@BOTH
+def test_packed_slices_have_their_own_widths_ranks_and_gaps(dtype):
+    ranks = [(8, 16, 0, 4), (0, 16, 0, 4), (8, 3, 0, 128)]
+    slots = [0, 1, -1, 3, 2, 1, 0, 0]
+    check_sgmv(sgmv_kernel, slots, lora_slices(ranks, 128, [64, 16, 48], dtype, used={0, 1, 2, 3}), dtype)
+
+
+@BOTH
+@pytest.mark.parametrize(("num_in", "num_out"), [(97, 41), (576, 1), (300, 130)])
+def test_odd_sizes_are_masked(num_in, num_out, dtype):
+    slots = [0, -1, 1, 1]
+    check_sgmv(sgmv_kernel, slots, lora_slices([(8, 3)], num_in, [num_out], dtype, used={0, 1}), dtype)
+
+
+def test_more_rows_than_a_decode_take_larger_segments():
+    slots = [0] * 300 + [-1] * 5 + [1] * 300  # > 512 rows: the tiles of prompts
+    check_sgmv(sgmv_kernel, slots, lora_slices([(8, 16)], 32, [16], FLOAT, used={0, 1}), FLOAT)
+
+
+def test_permuted_rows_give_permuted_bits():
+    slots = [0, 3, -1, 1, 1, 4, 0, 2]
+    slices = lora_slices([MIXED], 160, [96], BF16, used=set(slots))
+    x, y = draw(8, 160, dtype=BF16), draw(8, 96, dtype=BF16, seed=1)
+    order = [5, 2, 7, 0, 1, 6, 4, 3]
+    moved = y[order]
+    sgmv_kernel.sgmv(moved, x[order], slices, plan_sgmv([slots[row] for row in order], x.device))
+    sgmv_kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    assert torch.equal(moved, y[order])
+
+
+def test_a_slot_that_was_loaded_again_is_read_at_its_new_rank():
+    slices = lora_slices([(16, 8)], 64, [32], FLOAT, used={0})
+    check_sgmv(sgmv_kernel, [0, 0], slices, FLOAT)
+    _load_again(slices[0])
+    check_sgmv(sgmv_kernel, [0, 0], [_load_again(slices[0])], FLOAT)
+
+
+def _load_again(part: LoraSlice) -> LoraSlice:
+    """Slot 0 in the same memory with rank 4; what follows is NaN."""
+    for memory, seed in ((part.a, 5), (part.b, 6)):
+        memory[0, :4] = draw(4, memory.shape[2], seed=seed)
+        memory[0, 4:] = NAN
+    return LoraSlice(part.a, part.b, (4, *part.lora_ranks[1:]), part.start)
+
+
+def test_ranks_that_stand_on_the_device_are_read_there():
+    slices = lora_slices([(16, 8)], 64, [32], FLOAT, used={0, 1})
+    table = torch.tensor(slices[0].lora_ranks, dtype=torch.int32)
+    check_sgmv(sgmv_kernel, [0, 1], [LoraSlice(slices[0].a, slices[0].b, (16, 8), 0, table)], FLOAT)
+
+
+FAULTS = {
+    "partials that nobody wrote": (
+        "m_low = m_rows[:, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, :]",
+        "m_low = m_rows[:, None] & m_ranks[None, :]",
+    ),
+    "a missing mask of the rank": (
+        "m_ranks = o_ranks < lora_rank\n    o_out",
+        "m_ranks = o_ranks < BLOCK_R\n    o_out",
+    ),
+    "a missing mask of the rows": (
+        "m_own = m_rows[:, None] & m_out[None, :]",
+        "m_own = (o_rows < num_own + 1)[:, None] & m_out[None, :]",
+    ),
+    "an unmasked load of x": (
+        "p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0",
+        "p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :]",
+    ),
+    "swapped strides of the slots": (
+        "o_a = (i_slot * num_ranks + o_ranks) * SIZE_IN",
+        "o_a = (o_ranks * num_ranks + i_slot) * SIZE_IN",
+    ),
+    "the slot of the segment before": (
+        "i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)\n    p_slice =",
+        "i_slot = tl.load(p_segments + tl.maximum(i_segment - 1, 0) * 4 + 2).to(tl.int64)\n    p_slice =",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(fault, tmp_path):
+    slots = [0, 1, 3, -1, 3, 2, 4]
+    slices = lora_slices([MIXED], 100, [40], FLOAT, used=set(slots))
+    faulty = planted(sgmv_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_sgmv(faulty, slots, slices, FLOAT)
+
+
+def test_a_stale_rank_of_a_slot_is_caught(tmp_path):
+    """Ranks remembered by their number, not by what they are, would outlive the slot's adapter."""
+    slices = lora_slices([(16, 8)], 64, [32], FLOAT, used={0})
+    faulty = planted(
+        sgmv_kernel,
+        ("part.lora_ranks, part.a.device)", "_FIRST.setdefault(0, part.lora_ranks), part.a.device)"),
+        tmp_path,
+    )
+    faulty._FIRST = {}
+    check_sgmv(faulty, [0, 0], slices, FLOAT)
+    with pytest.raises(AssertionError):
+        check_sgmv(faulty, [0, 0], [_load_again(slices[0])], FLOAT)

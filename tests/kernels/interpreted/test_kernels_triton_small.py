@@ -1,0 +1,87 @@
+"""rms_norm, rope and store_kv under Triton's interpreter."""
+
+import pytest
+import torch
+
+from kernels.rms_norm import triton_kernel as rms_norm_kernel
+from kernels.rope import triton_kernel as rope_kernel
+from kernels.store_kv import triton_kernel as store_kv_kernel
+from kernels.testing import Heads
+from tests.kernels.interpreted.checks import (
+    check_add_rms_norm,
+    check_rms_norm,
+    check_rope,
+    check_store_kv,
+    planted,
+)
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+BOTH = pytest.mark.parametrize("dtype", [FLOAT, BF16])
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 97), (7, 576), (17, 1000), (3, 4096), (5, 3, 64), (2, 9, 80)])
+def test_rms_norm_equals_its_reference(shape, dtype):
+    check_rms_norm(rms_norm_kernel, shape, dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 97), (7, 576), (3, 4096)])
+def test_rms_norm_adds_the_residual_in_place_before_it(shape, dtype):
+    check_add_rms_norm(rms_norm_kernel, shape, dtype)
+
+
+def test_rms_norm_without_its_mask_is_caught(tmp_path):
+    fault = ("o_size[None, :], mask=mask, other=0.0)\n    if ADDS", "o_size[None, :])\n    if ADDS")
+    faulty = planted(rms_norm_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_rms_norm(faulty, (3, 97), FLOAT)
+
+
+def test_rms_norm_with_swapped_strides_is_caught(tmp_path):
+    fault = (
+        "(i_rows // num_inner) * stride_outer + (i_rows % num_inner) * stride_inner",
+        "(i_rows // num_inner) * stride_inner + (i_rows % num_inner) * stride_outer",
+    )
+    faulty = planted(rms_norm_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_rms_norm(faulty, (5, 3, 64), FLOAT)
+
+
+@BOTH
+@pytest.mark.parametrize("heads", [Heads(4, 4, 8), Heads(9, 9, 64), Heads(3, 3, 80), Heads(2, 2, 256)])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_rope_equals_its_reference(num_tokens, heads, dtype):
+    check_rope(rope_kernel, num_tokens, heads, dtype)
+
+
+def test_rope_with_swapped_strides_is_caught(tmp_path):
+    fault = (
+        "i_token * stride_token + i_heads[:, None] * stride_head",
+        "i_token * stride_head + i_heads[:, None] * stride_token",
+    )
+    faulty = planted(rope_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_rope(faulty, 4, Heads(3, 3, 16), FLOAT)
+
+
+@pytest.mark.parametrize(
+    "heads", [Heads(num_kv_heads=3, head_dim=64), Heads(num_kv_heads=1, head_dim=80, block_size=16)]
+)
+@pytest.mark.parametrize("dtypes", [(FLOAT, FLOAT), (BF16, BF16), (FLOAT, BF16)])
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_store_kv_writes_its_tokens_and_nothing_else(num_tokens, heads, dtypes):
+    check_store_kv(store_kv_kernel, num_tokens, heads, dtypes)
+
+
+def test_store_kv_without_its_mask_is_caught(tmp_path):
+    faulty = planted(store_kv_kernel, ("mask = o_size < SIZE", "mask = o_size < BLOCK"), tmp_path)
+    with pytest.raises(AssertionError):
+        check_store_kv(faulty, 5, Heads(num_kv_heads=3, head_dim=8), (FLOAT, FLOAT))
+
+
+def test_store_kv_into_the_next_token_is_caught(tmp_path):
+    fault = ("i_slot = tl.load(p_slot_mapping + i_token)", "i_slot = tl.load(p_slot_mapping + i_token * 0)")
+    faulty = planted(store_kv_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_store_kv(faulty, 5, Heads(), (FLOAT, FLOAT))
