@@ -1,11 +1,8 @@
-"""Every kernel on tensors that end at a page which nobody may touch: a read or a write past an end kills this process.
-
-Run as ``python -m tests.kernels.interpreted.guarded NAME`` with TRITON_INTERPRET=1; NAME is a key of CASES.
-"""
+"""Every kernel on tensors that end at a page which nobody may touch: a read or a write past an end kills the process
+that runs the case."""
 
 import ctypes
 import mmap
-import sys
 
 import torch
 from torch import Tensor
@@ -80,9 +77,3 @@ def _past_an_end() -> None:
 CASES = {
     case.__name__.lstrip("_"): case for case in (_rms_norm, _rope, _store_kv, _sgmv, _paged_attention, _past_an_end)
 }
-
-if __name__ == "__main__":
-    from tests.kernels.interpreted import shim
-
-    shim.install()
-    CASES[sys.argv[1]]()
