@@ -120,7 +120,7 @@ def build_work(plan: AttentionPlan) -> AttentionWork:
     shapes: list[tuple[int, bool]] = []
     lists: list[list[int]] = []
     for block_m, sequences in sorted(classes.items()):
-        row = tiles("split_work" if block_m else "chunk_work", device)
+        row = tiles("split_work" if block_m else "chunk_work", device, sequences=len(plan.context_lens))
         shapes.append((block_m or row["block_m"], block_m > 0))
         lists.append(builder.items(sequences, block_m or row["block_m"], row))
     starts, contexts, merges, *items = upload([plan.query_starts, plan.context_lens, builder.merges, *lists], device)
