@@ -18,15 +18,15 @@ class DecodeTiles:
     of the first ``counts[1]`` sequences, and so on; ``owners`` [P] is the sequence of each pair. A matrix of a product
     is a pair's key/value head with its R query heads, R the group filled up with its last one:
     ``queries`` [P × N_kv × R] are rows of the queries seen as [T × N_q, D], ``keys`` [P × N_kv, TILE] rows of the cache
-    seen as [tokens × N_kv, D], ``hidden`` [P × N_kv, 1, TILE] which of them are not seen. Of the result, one matrix a
-    sequence and key/value head, the rows ``real`` [N × N_q] belong to the query rows ``targets``.
+    seen as [tokens × N_kv, D], ``mask`` [P × N_kv, 1, TILE] is added to scores. Of the result, one matrix a sequence and
+    key/value head, the rows ``real`` [N × N_q] belong to the query rows ``targets``.
     """
 
     counts: list[int]
     owners: Tensor
     queries: Tensor
     keys: Tensor
-    hidden: Tensor
+    mask: Tensor
     real: Tensor
     targets: Tensor
 
@@ -36,13 +36,13 @@ class ChunkTile:
     """One tile of a chunk's context and the run of its query heads ``first`` … ``last`` (exclusive, counted within
     a key/value head: query × group + head) that see some of it.
 
-    ``keys`` [N_kv, TILE] are cache rows; ``hidden`` [1, last - first, TILE], None where all is seen.
+    ``keys`` [N_kv, TILE] are cache rows; ``mask`` [1, last - first, TILE] is added to scores, None where all is seen.
     """
 
     first: int
     last: int
     keys: Tensor
-    hidden: Tensor | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class AttentionPlan:
         # a hidden key reads the query's own token instead: never memory that the query must not see
         numbers = torch.tensor(ordered, device=device)[owners, None]
         keys = self._cache_rows(numbers, torch.where(hidden, high, positions))
-        hidden = hidden.repeat_interleave(self.num_kv_heads, 0)[:, None]
+        mask = _mask(hidden).repeat_interleave(self.num_kv_heads, 0)[:, None]
         rows = torch.tensor([self.query_starts[sequence] for sequence in ordered], device=device)
-        return DecodeTiles(counts, owners, self._query_heads(rows)[owners].flatten(), keys, hidden, *self._result(rows))
+        return DecodeTiles(counts, owners, self._query_heads(rows)[owners].flatten(), keys, mask, *self._result(rows))
 
     def _query_heads(self, rows: Tensor) -> Tensor:
         """Query rows [N] → rows of the queries seen as [T × N_q, D], [N, N_kv × R]."""
@@ -157,11 +157,16 @@ class AttentionPlan:
         if self.sliding_window is not None:
             hidden |= positions <= queries - self.sliding_window
         group = self.num_heads // self.num_kv_heads
-        mask = hidden.repeat_interleave(group, 0)[None] if bool(hidden.any()) else None
+        mask = _mask(hidden).repeat_interleave(group, 0)[None] if bool(hidden.any()) else None
         keys = self._cache_rows(
             torch.tensor([[sequence]], device=device), positions.clamp(self._first_seen(first), end - 1)[None]
         )
         return ChunkTile((first - begin) * group, (last - begin) * group, keys, mask)
+
+
+def _mask(hidden: Tensor) -> Tensor:
+    """-inf where hidden, 0 elsewhere."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def padded_rows(num_rows: int, num_matrices: int) -> int:

@@ -6,6 +6,8 @@ batch with at least 4 rows (a multiple of 4, and 4 a thread where threads share 
 does not see is left out, which is exactly adding nothing; and all of it is fp32.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,13 +15,14 @@ from torch import Tensor
 from kernels.paged_attention.plan import AttentionPlan, ChunkTile, ChunkTiles, DecodeTiles, padded_rows
 
 MAX_PAIRS = 256  # (sequence, tile) pairs of decodes that are gathered at a time: bounds the memory
+_MAX_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: no second thread takes a part, whose cut would change bits
 
 
 def paged_attention(
     queries: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
     out = torch.empty_like(queries)
-    scaled = queries.float() * scale
+    scaled = queries.float() * (scale * math.log2(math.e))  # weights are powers of two: exp costs 3 to 8 times exp2
     if plan.decode is not None:
         seen = _decode(scaled, key_cache, value_cache, plan.decode).to(queries.dtype)
         out.flatten(0, 1).index_copy_(0, plan.decode.targets, seen)
@@ -33,8 +36,8 @@ def _decode(scaled: Tensor, key_cache: Tensor, value_cache: Tensor, tiles: Decod
     """scaled queries [T, N_q, D] → [N × N_q, D] of the rows with one query, as ``tiles.targets`` says."""
     num_matrices, head_dim = len(tiles.keys), scaled.shape[2]
     rows = scaled.flatten(0, 1).index_select(0, tiles.queries).view(num_matrices, -1, head_dim)
-    scores = _by_pairs(rows, key_cache, tiles, transpose=True).masked_fill_(tiles.hidden, float("-inf"))
-    weights = scores.sub_(_largest(scores, tiles)).exp_()
+    scores = _by_pairs(rows, key_cache, tiles, transpose=True).add_(tiles.mask)
+    weights = _powers(scores.sub_(_largest(scores, tiles)))
     total = _add_tiles(weights.sum(dim=-1, keepdim=True), tiles)
     values = _add_tiles(_by_pairs(weights, value_cache, tiles, transpose=False), tiles)
     return values.div_(total).flatten(0, 1).index_select(0, tiles.real)
@@ -88,11 +91,12 @@ def _chunk(scaled: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: ChunkT
         torch.maximum(part, some.amax(dim=-1, keepdim=True)[:, : part.shape[1]], out=part)
     total, values = torch.zeros_like(largest), torch.zeros_like(rows)
     for tile, some in zip(chunk.tiles, scores, strict=True):
-        num_rows = tile.last - tile.first
-        weights = some[:, :num_rows].sub_(largest[:, tile.first : tile.last]).exp_()
-        total[:, tile.first : tile.last].add_(weights.sum(dim=-1, keepdim=True))
-        weighted = _weigh(some, _gather(value_cache, tile.keys, transpose=False), tile.hidden)
-        values[:, tile.first : tile.last].add_(weighted[:, :num_rows])
+        part, num_rows = slice(tile.first, tile.last), tile.last - tile.first
+        some[:, :num_rows].sub_(largest[:, part])
+        weights = _powers(some)
+        total[:, part].add_(weights[:, :num_rows].sum(dim=-1, keepdim=True))
+        weighted = _weigh(weights, _gather(value_cache, tile.keys, transpose=False), tile.mask)
+        values[:, part].add_(weighted[:, :num_rows])
     return values.div_(total).view_as(grouped).transpose(0, 1).reshape(scaled.shape)
 
 
@@ -102,20 +106,35 @@ def _chunk_scores(rows: Tensor, key_cache: Tensor, tile: ChunkTile) -> Tensor:
     padding = padded_rows(num_rows, num_kv_heads) - num_rows
     if padding:
         rows = F.pad(rows, (0, 0, 0, padding))
-    scores = torch.bmm(rows, _gather(key_cache, tile.keys, transpose=True))
-    if tile.hidden is not None:
-        scores[:, :num_rows].masked_fill_(tile.hidden, float("-inf"))
+    keys = _gather(key_cache, tile.keys, transpose=True)
+    scores = torch.bmm(rows, keys)
+    if tile.mask is not None and _is_finite(keys):
+        scores[:, :num_rows].add_(tile.mask)
+    elif tile.mask is not None:  # NaN - inf would be NaN
+        scores[:, :num_rows].masked_fill_(tile.mask.isinf(), float("-inf"))
     return scores
 
 
-def _weigh(weights: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+def _weigh(weights: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """weights · values, where a row's hidden values may be NaN or infinite: 0 · NaN would be NaN."""
-    if hidden is None or bool(torch.isfinite(values).all()):
+    if mask is None or _is_finite(values):
         return torch.bmm(weights, values)
     broken = ~torch.isfinite(values)
-    hidden = F.pad(hidden, (0, 0, 0, weights.shape[1] - hidden.shape[1]))
-    seen = torch.bmm((~hidden).float().expand_as(weights), broken.float()) > 0
+    is_seen = F.pad(~mask.isinf(), (0, 0, 0, weights.shape[1] - mask.shape[1]), value=True)
+    seen = torch.bmm(is_seen.float().expand_as(weights), broken.float()) > 0
     return torch.bmm(weights, values.masked_fill(broken, 0.0)).masked_fill_(seen, float("nan"))
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 to the power of each, in place."""
+    for piece in exponents.view(-1).split(_MAX_ELEMENTS):
+        piece.exp2_()
+    return exponents
+
+
+def _is_finite(numbers: Tensor) -> bool:
+    """False also where the sum of finite ones is not: who asks is right either way."""
+    return math.isfinite(numbers.sum().item())
 
 
 def _gather(cache: Tensor, rows: Tensor, transpose: bool) -> Tensor:
