@@ -10,6 +10,7 @@ import torch
 from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.memory import keep_freed_memory
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
 from engine.runner import Runner
@@ -55,6 +56,8 @@ def build(options: Options) -> Built:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    if device.type == "cpu":
+        keep_freed_memory()
     loaded = load_model(options.source, dtype)
     weights = {name: tensor.to(device) for name, tensor in loaded.weights.items()}
     config = resolve_sizes(options, loaded.config, dtype, device)

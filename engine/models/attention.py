@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.memory import lazy_zeros
 from engine.models.config import FrequencyDivisors, Llama3Scaling, ModelConfig, RopeConfig
 from engine.models.linear import Linear, LoraStep
 from kernels.paged_attention import paged_attention
@@ -24,8 +25,8 @@ class KVCache:
         shape = (config.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.keys = like.new_zeros(shape).unbind()
-        self.values = like.new_zeros(shape).unbind()
+        self.keys = lazy_zeros(shape, like).unbind()
+        self.values = lazy_zeros(shape, like).unbind()
 
 
 def as_they_are(heads: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InvalidAdapter
+from engine.memory import lazy_zeros
 from engine.models.config import ModelConfig, module_sizes
 from engine.weights.adapter import AdapterWeights, LoraPair
 from kernels.linear import LinearWeight, linear
@@ -43,9 +44,10 @@ class LoraSlots:
         """Zeroes everything of ``slot``."""
         assert 0 <= slot < self.num_slots, slot
         for key, lora_ranks in self._lora_ranks.items():
-            for tensor in self._pairs[key]:
-                tensor[slot, : lora_ranks[slot]].zero_()
-            lora_ranks[slot] = 0
+            if lora_ranks[slot]:
+                for tensor in self._pairs[key]:
+                    tensor[slot, : lora_ranks[slot]].zero_()
+                lora_ranks[slot] = 0
         self._slices.clear()
 
     def slices(self, layer: int, modules: tuple[str, ...]) -> list[LoraSlice]:
@@ -78,14 +80,14 @@ class LoraSlots:
     def _load_pair(self, slot: int, layer: int, module: str, pair: LoraPair) -> None:
         a, b = self._pair(layer, module)
         lora_rank = pair.a.shape[0]
-        a[slot, :lora_rank] = pair.a.to(a.dtype)
-        b[slot, :lora_rank] = (pair.b.float() * pair.scale).T.to(b.dtype)
+        a[slot, :lora_rank].copy_(pair.a)
+        b[slot, :lora_rank].copy_((pair.b.float() * pair.scale).T)
         self._lora_ranks[layer, module][slot] = lora_rank
 
     def _pair(self, layer: int, module: str) -> tuple[Tensor, Tensor]:
         if (layer, module) not in self._pairs:
             num_ranks = -(-self.max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
-            a, b = (self._like.new_zeros(self.num_slots, num_ranks, size) for size in self._sizes[module])
+            a, b = (lazy_zeros((self.num_slots, num_ranks, size), self._like) for size in self._sizes[module])
             self._pairs[layer, module] = a, b
             self._lora_ranks[layer, module] = [0] * self.num_slots
         return self._pairs[layer, module]

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.paged_attention.work import AttentionWork, build_work
 
 TILE = 128  # keys that are scored together; a multiple fixed for all, since it decides the order of summation
+MAX_SCORES = 1 << 24  # of a chunk, kept at a time: longer chunks are cut, which changes no bit
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,20 @@ class DecodeTiles:
     """Every (sequence, tile) pair of the N sequences with one query, those with the most tiles first.
 
     Pairs stand tile by tile: the first ``counts[0]`` = N are each sequence's first tile, then come the second tiles
-    of the first ``counts[1]`` sequences, and so on. ``rows`` [N] are the query rows, ``owners`` [P] the sequence of
-    each pair, ``heads`` [P, N_kv, TILE] cache rows (token × N_kv + head), ``hidden`` [P × N_kv, 1, TILE] which of
-    them are not seen.
+    of the first ``counts[1]`` sequences, and so on; ``owners`` [P] is the sequence of each pair. A matrix of a product
+    is a pair's key/value head with its R query heads, R the group filled up with its last one:
+    ``queries`` [P × N_kv × R] are rows of the queries seen as [T × N_q, D], ``keys`` [P × N_kv, TILE] rows of the cache
+    seen as [tokens × N_kv, D], ``mask`` [P × N_kv, 1, TILE] is added to scores. Of the result, one matrix a sequence and
+    key/value head, the rows ``real`` [N × N_q] belong to the query rows ``targets``.
     """
 
-    rows: Tensor
     counts: list[int]
     owners: Tensor
-    heads: Tensor
-    hidden: Tensor
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+    real: Tensor
+    targets: Tensor
 
 
 @dataclass(frozen=True)
@@ -33,18 +38,18 @@ class ChunkTile:
     """One tile of a chunk's context and the run of its query heads ``first`` … ``last`` (exclusive, counted within
     a key/value head: query × group + head) that see some of it.
 
-    ``heads`` [1, N_kv, TILE] are cache rows; ``hidden`` [1, last - first, TILE], None where all is seen.
+    ``keys`` [N_kv, TILE] are cache rows; ``mask`` [1, last - first, TILE] is added to scores, None where all is seen.
     """
 
     first: int
     last: int
-    heads: Tensor
-    hidden: Tensor | None
+    keys: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class ChunkTiles:
-    """A sequence with several queries: they are rows ``start`` … ``stop`` of the batch."""
+    """Queries of a sequence that has several: rows ``start`` … ``stop`` of the batch."""
 
     start: int
     stop: int
@@ -84,7 +89,7 @@ class AttentionPlan:
     @cached_property
     def chunks(self) -> tuple[ChunkTiles, ...]:
         sequences = (index for index in range(len(self.context_lens)) if self._num_queries(index) > 1)
-        return tuple(self._chunk_tiles(index) for index in sequences)
+        return tuple(piece for index in sequences for piece in self._pieces(index))
 
     def _num_queries(self, sequence: int) -> int:
         return self.query_starts[sequence + 1] - self.query_starts[sequence]
@@ -93,11 +98,11 @@ class AttentionPlan:
         return 0 if self.sliding_window is None else max(0, position + 1 - self.sliding_window)
 
     def _cache_rows(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """sequences [P, 1], positions [P, TILE] → rows of the cache seen as [tokens × N_kv, D], [P, N_kv, TILE]."""
+        """sequences [P, 1], positions [P, TILE] → rows of the cache seen as [tokens × N_kv, D], [P × N_kv, TILE]."""
         blocks = self.block_tables[sequences, positions // self.block_size]
         tokens = blocks * self.block_size + positions % self.block_size
         heads = torch.arange(self.num_kv_heads, device=tokens.device)
-        return tokens[:, None, :] * self.num_kv_heads + heads[:, None]
+        return (tokens[:, None, :] * self.num_kv_heads + heads[:, None]).flatten(0, 1)
 
     def _decode_tiles(self, sequences: list[int]) -> DecodeTiles:
         device = self.block_tables.device
@@ -113,19 +118,39 @@ class AttentionPlan:
         hidden = (positions < low) | (positions > high)
         # a hidden key reads the query's own token instead: never memory that the query must not see
         numbers = torch.tensor(ordered, device=device)[owners, None]
-        heads = self._cache_rows(numbers, torch.where(hidden, high, positions))
+        keys = self._cache_rows(numbers, torch.where(hidden, high, positions))
+        mask = _mask(hidden).repeat_interleave(self.num_kv_heads, 0)[:, None]
         rows = torch.tensor([self.query_starts[sequence] for sequence in ordered], device=device)
-        return DecodeTiles(rows, counts, owners, heads, hidden.repeat_interleave(self.num_kv_heads, 0)[:, None])
+        return DecodeTiles(counts, owners, self._query_heads(rows)[owners].flatten(), keys, mask, *self._result(rows))
+
+    def _query_heads(self, rows: Tensor) -> Tensor:
+        """Query rows [N] → rows of the queries seen as [T × N_q, D], [N, N_kv × R]."""
+        group = self.num_heads // self.num_kv_heads
+        filled = torch.arange(padded_rows(group, self.num_kv_heads), device=rows.device).clamp(max=group - 1)
+        heads = torch.arange(self.num_kv_heads, device=rows.device)[:, None] * group + filled
+        return rows[:, None] * self.num_heads + heads.flatten()
+
+    def _result(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``DecodeTiles.real`` and ``targets`` of query rows [N]."""
+        group = self.num_heads // self.num_kv_heads
+        heads = torch.arange(self.num_heads, device=rows.device)
+        matrices = torch.arange(len(rows), device=rows.device)[:, None] * self.num_kv_heads + heads // group
+        real = matrices * padded_rows(group, self.num_kv_heads) + heads % group
+        return real.flatten(), (rows[:, None] * self.num_heads + heads).flatten()
 
     def _tiles(self, sequence: int) -> range:
         """The tiles that a sequence's only query sees some of."""
         position = self.context_lens[sequence] - 1
         return range(self._first_seen(position) // TILE, position // TILE + 1)
 
-    def _chunk_tiles(self, sequence: int) -> ChunkTiles:
+    def _pieces(self, sequence: int) -> list[ChunkTiles]:
         start, stop = self.query_starts[sequence], self.query_starts[sequence + 1]
-        end = self.context_lens[sequence]
-        begin = end - (stop - start)  # position of the first query
+        size = max(1, MAX_SCORES // (self.num_heads * self.context_lens[sequence]))
+        return [self._chunk_tiles(sequence, first, min(first + size, stop)) for first in range(start, stop, size)]
+
+    def _chunk_tiles(self, sequence: int, start: int, stop: int) -> ChunkTiles:
+        shift = self.context_lens[sequence] - self.query_starts[sequence + 1]
+        begin, end = start + shift, stop + shift  # positions of the queries
         tiles = range(self._first_seen(begin) // TILE, (end - 1) // TILE + 1)
         return ChunkTiles(start, stop, tuple(self._chunk_tile(sequence, tile, begin, end) for tile in tiles))
 
@@ -139,11 +164,22 @@ class AttentionPlan:
         if self.sliding_window is not None:
             hidden |= positions <= queries - self.sliding_window
         group = self.num_heads // self.num_kv_heads
-        mask = hidden.repeat_interleave(group, 0)[None] if bool(hidden.any()) else None
-        heads = self._cache_rows(
+        mask = _mask(hidden).repeat_interleave(group, 0)[None] if bool(hidden.any()) else None
+        keys = self._cache_rows(
             torch.tensor([[sequence]], device=device), positions.clamp(self._first_seen(first), end - 1)[None]
         )
-        return ChunkTile((first - begin) * group, (last - begin) * group, heads, mask)
+        return ChunkTile((first - begin) * group, (last - begin) * group, keys, mask)
+
+
+def _mask(hidden: Tensor) -> Tensor:
+    """-inf where hidden, 0 elsewhere."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def padded_rows(num_rows: int, num_matrices: int) -> int:
+    """Rows for a product whose rows are exact: a multiple of 4, and 4 a thread where threads share a matrix."""
+    at_least = 4 if num_matrices >= torch.get_num_threads() else 4 * torch.get_num_threads()
+    return max(-(-num_rows // 4) * 4, at_least)
 
 
 def plan_attention(

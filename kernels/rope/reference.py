@@ -4,10 +4,11 @@ from torch import Tensor
 
 
 def rope(heads: Tensor, positions: Tensor, table: Tensor) -> Tensor:
-    cosines, sines = table[positions].unsqueeze(2).unbind(dim=1)  # [T, 1, D] each
+    cosines, sines = table.index_select(0, positions).unsqueeze(2).unbind(dim=1)  # [T, 1, D] each
     half = heads.shape[-1] // 2
     wide = heads.float()
     turned = wide * cosines
-    turned[..., :half] -= wide[..., half:] * sines[..., :half]
-    turned[..., half:] += wide[..., :half] * sines[..., half:]
+    sines = sines[..., :half]  # both halves are equal
+    turned[..., :half].addcmul_(wide[..., half:], sines, value=-1)
+    turned[..., half:].addcmul_(wide[..., :half], sines)
     return turned.to(heads.dtype)
