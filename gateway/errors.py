@@ -43,6 +43,7 @@ TABLE: dict[str | None, Row] = {
     "unsupported_media_type": Row(415, INVALID),
     "invalid_adapter": Row(422, INVALID),
     "rate_limit_exceeded": Row(429, "rate_limit_error"),
+    "headers_too_large": Row(431, INVALID),
     "internal": Row(500, SERVER),
     "engine_lost": Row(503, SERVER, retry_ms=1000),
     "overloaded": Row(503, SERVER, retry_ms=1000),

@@ -254,9 +254,12 @@ def engine_specs(settings: Settings, models: list[Model]) -> list[EngineSpec]:
 def serve_ops(context: "OpsContext", fleet: Fleet) -> _OpsServer:
     """The ops port's server, not yet serving."""
     from gateway.ops_app import build_ops_app
+    from gateway.protocol import HttpProtocol
 
     app = build_ops_app(context, fleet)
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="on")
+    config = uvicorn.Config(
+        app, http=HttpProtocol, log_config=None, log_level="warning", access_log=False, lifespan="on"
+    )
     config.timeout_graceful_shutdown = 1
     return _OpsServer(config)
 
