@@ -5,14 +5,16 @@ It carries no tenant request: killing any child is the same fault here as in pro
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -49,8 +51,9 @@ def serve(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT and then drains. Raises CannotStart."""
     os.umask(0o077)  # nothing that we or our children keep is for others
     prepare_folders(settings)
-    models = find_models(settings)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(only_one(settings.home))
+        models = find_models(settings)
         public = stack.enter_context(listen(settings.host, settings.port, "--port"))
         ops = stack.enter_context(listen(settings.serve.ops_host, settings.serve.ops_port, "--ops-port"))
         settings = _with_ports(settings, public, ops)
@@ -65,6 +68,17 @@ def prepare_folders(settings: Settings) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise CannotStart(f"{settings.run_dir} is not a folder of ours: remove it")
     settings.run_dir.chmod(0o700)
+
+
+@contextlib.contextmanager
+def only_one(home: Path) -> Iterator[None]:
+    """Holds HOME's lock: a second serve would take the first one's sockets away. Raises CannotStart."""
+    with (home / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotStart(f"{home} is in use by another `tenora serve`: stop it, or give another --home") from None
+        yield
 
 
 def find_models(settings: Settings) -> list[Model]:

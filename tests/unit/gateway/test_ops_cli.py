@@ -11,6 +11,7 @@ import click
 import pytest
 
 from gateway.cli import main
+from gateway.supervisor import only_one
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 ROOT = Path(__file__).parents[3]
@@ -127,3 +128,17 @@ def test_serve_without_its_model_says_what_a_model_is(tmp_path: Path) -> None:
     done = tenora("serve", "--home", str(tmp_path), "--model", "x=/absent", "--port", "0", "--ops-port", "0")
     assert done.returncode == 1
     assert "config.json" in done.stderr.splitlines()[-1]
+
+
+def test_serve_in_a_home_that_is_served_says_so_and_leaves_its_sockets_alone(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    store = tmp_path / "run" / "valkey.sock"
+    store.parent.mkdir(mode=0o700)
+    store.touch()
+    with only_one(tmp_path):
+        done = tenora("serve", "--home", str(tmp_path), "--model", str(model), "--port", "0", "--ops-port", "0")
+
+    assert done.returncode == 1
+    assert "another --home" in done.stderr.splitlines()[-1]
+    assert store.exists()
