@@ -107,7 +107,7 @@ class Settings:
             secrets=_path(options["secrets"], home / "secrets.json"),
             host=options["host"],
             port=options["port"],
-            redis_url=options["redis_url"],
+            redis_url=_redis_url(options["redis_url"]),
             log_level=options["log_level"],
             drain_seconds=options["drain_seconds"],
             engines=tuple(_engine_address(text) for text in options["engine_addresses"]),
@@ -191,6 +191,13 @@ def host_in_url(host: str) -> str:
     """A bind address as a client can dial it: wildcard addresses become loopback, IPv6 gets brackets."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"[{host}]" if ":" in host else host
+
+
+def _redis_url(url: str) -> str:
+    """Not repeated in the message: a URL may hold a password."""
+    if url and url.partition("://")[0] not in ("redis", "rediss", "unix"):
+        raise click.UsageError("--redis-url: give redis://, rediss:// or unix:// and where it is")
+    return url
 
 
 def parse_model(text: str) -> tuple[str, str]:
