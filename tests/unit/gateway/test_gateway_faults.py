@@ -239,6 +239,7 @@ def test_what_the_drain_cuts_off_ends_with_an_error_event_and_is_not_billed(frag
     pipeline.admission.closed = False
 
     assert last_event(text)["error"]["code"] == "draining"
+    assert '"finish_reason":"stop"' not in text
     (record,) = eventually(lambda: rows(fragile, key, RequestRecord))
     assert (record.outcome, record.billed) == (503, False)
 
