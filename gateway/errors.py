@@ -132,6 +132,17 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
+def as_api_error(error: Exception) -> ApiError:
+    """Any failure as its caller sees it: a database that is away is worth another try, our own bug tells nothing."""
+    from sqlalchemy.exc import SQLAlchemyError  # not for the adapter worker, which imports this module too
+
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SQLAlchemyError):
+        return ApiError("The database does not answer; try again.", code="store_unavailable")
+    return ApiError("The server had an error while answering.", code="internal")
+
+
 def from_engine(code: str, message: str) -> ApiError:
     """What the engine said, as the caller sees it. An unknown code is ours to answer for: 500, without details."""
     if code not in ENGINE_CODES:
