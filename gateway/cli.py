@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from gateway.client import Answer, Api, ApiFailed, adapter_files
-from gateway.settings import CannotStart, Settings, serve_options
+from gateway.settings import CannotStart, Settings, default_database, serve_options
 
 
 class Failed(click.ClickException):
@@ -156,7 +156,7 @@ def _migration(verb: str, function: str, description: str) -> None:
     def command(home: Path, database_url: str, as_json: bool) -> None:
         import migrations
 
-        url = database_url or f"sqlite:///{home.expanduser().resolve() / 'tenora.db'}"
+        url = database_url or default_database(home.expanduser().resolve())
         if not database_url:
             home.expanduser().mkdir(parents=True, exist_ok=True, mode=0o700)
         try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import uvicorn
 
@@ -185,7 +186,7 @@ class Supervisor:
         self._store = Child(valkey.store_command(valkey.find_binary(), socket_path, environment))
         self._store.start()
         await self._store.ready()
-        self._settings = replace(self._settings, redis_url=f"unix://{socket_path}")
+        self._settings = replace(self._settings, redis_url=f"unix://{quote(str(socket_path))}")
 
     async def _start_engines(self) -> None:
         launcher = make_launcher(self._settings.serve.launcher, self._settings.child_environment())
