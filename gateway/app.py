@@ -7,9 +7,10 @@ from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.types import ASGIApp, Receive, Scope, Send
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.call import named
-from gateway.errors import ApiError
+from gateway.errors import ApiError, as_api_error
 from gateway.parts import Parts
 from gateway.routes import adapters, completions, health, models, requests, usage
 
@@ -27,7 +28,12 @@ def build_app(parts: Parts) -> ASGIApp:
             *usage.handlers,
             *health.handlers,
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _framework_error, Exception: _our_bug},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _framework_error,
+            SQLAlchemyError: _no_database,
+            Exception: _our_bug,
+        },
         state=State({"parts": parts}),
         logging_config=None,
         openapi_config=None,
@@ -67,6 +73,12 @@ def _framework_error(request: Request, error: HTTPException) -> Response:
     return _api_error(request, told)
 
 
+def _no_database(request: Request, error: SQLAlchemyError) -> Response:
+    """Logged by its kind alone: its message has the statement's values."""
+    _log.error("%s %s: the database failed: %s", request.method, request.scope["path"], type(error).__name__)
+    return _api_error(request, as_api_error(error))
+
+
 def _our_bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-    return _api_error(request, ApiError("The server had an error while answering.", code="internal"))
+    return _api_error(request, as_api_error(error))

@@ -64,7 +64,7 @@ def migrate(database_url: str) -> None:
     """Brings the database to the newest revision. Raises BootstrapError."""
     try:
         migrations.upgrade(database_url)
-    except (SQLAlchemyError, OSError) as error:
+    except (migrations.SchemaDrift, SQLAlchemyError, ImportError, OSError) as error:
         raise BootstrapError(f"the database can't be migrated: {error}") from error
 
 

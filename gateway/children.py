@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.settings import CannotStart
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 5.0
+MAX_LINE_BYTES = 1 << 16
+NOT_STARTED = 127
 STABLE_S = 10.0  # a child that lived so long starts again at once
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -130,18 +132,14 @@ class Child:
                 await asyncio.wait_for(self._state.stopping.wait(), min(FIRST_DELAY_S * 2**failures, MAX_DELAY_S))
 
     async def _run_once(self) -> int:
+        """One life of it; 127 when it could not even be started, as a shell has it."""
         state = self._state
         self.incarnation += 1
-        state.process = process = await asyncio.create_subprocess_exec(
-            *self.command.argv,
-            env=dict(self.command.environment),
-            pass_fds=self.command.pass_fds,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT if self.command.quiet else None,
-            process_group=0,  # a terminal's Ctrl-C is for the supervisor alone: it drains in order
-            preexec_fn=_die_with(os.getpid()),
-        )
+        try:
+            state.process = process = await self._spawn()
+        except OSError as error:  # no memory, no process id, no such file: perhaps later
+            log.error("%s can't be started: %s", self.name, error)
+            return NOT_STARTED
         if state.stopping.is_set():
             self._signal(signal.SIGTERM)
         try:
@@ -155,9 +153,21 @@ class Child:
             self._ready.clear()
             self._on_exit(self.incarnation)
 
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self.command.argv,
+            env=dict(self.command.environment),
+            pass_fds=self.command.pass_fds,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT if self.command.quiet else None,
+            process_group=0,  # a terminal's Ctrl-C is for the supervisor alone: it drains in order
+            preexec_fn=_die_with(os.getpid()),
+        )
+
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        async for raw in process.stdout:
+        async for raw in _lines(process.stdout):
             line = raw.decode(errors="replace").rstrip()
             if self.command.ready_text in line:
                 self._state.was_ready = True
@@ -173,6 +183,20 @@ class Child:
             sys.stderr.write(f"{self.name}: {line}\n")
         self._state.last_lines.clear()
         log.error("%s ended unasked with %s", self.name, _reason(code))
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Lines, an overlong one in pieces: what a child prints must never end the watch over it."""
+    rest = b""
+    while data := await stream.read(MAX_LINE_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            yield rest
+            rest = b""
+    if rest:
+        yield rest
 
 
 def _reason(code: int) -> str:

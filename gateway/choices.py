@@ -59,7 +59,7 @@ class ScoredToken:
 
 @dataclass(slots=True)
 class Piece:
-    """What one step adds to a choice; ``finish_reason`` is set on its last."""
+    """What one step adds to a choice; ``finish_reason`` is set on its last, unless the choice was cut off."""
 
     text: str = ""
     tokens: list[ScoredToken] = field(default_factory=list)
@@ -112,6 +112,8 @@ class Choice:
             if self._finder.found:
                 self.surplus_tokens += len(ids) - position - 1
                 return self._end(text, "stop")
+        if delta.finish_reason in ("abort", "error"):  # cut off: whoever still listens hears of it otherwise
+            return self._end(text, "")
         return self._finish(text, delta.finish_reason) if delta.finish_reason else self._piece(text)
 
     def _finish(self, text: str, reason: str) -> Piece:
@@ -121,7 +123,7 @@ class Choice:
         if self._finder.found:
             return self._end(text, "stop")
         text += self._finder.flush()
-        piece = self._end(text, "length" if reason == "length" else "stop")
+        piece = self._end(text, reason)
         piece.tokens += self._pending  # tokens without text of their own
         return piece
 

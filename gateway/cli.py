@@ -6,6 +6,7 @@ Only `serve`, `engine` and `migrate` open anything themselves. Every error is on
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from gateway.client import Answer, Api, ApiFailed, adapter_files
-from gateway.settings import CannotStart, Settings, serve_options
+from gateway.settings import CannotStart, Settings, default_database, serve_options
 
 
 class Failed(click.ClickException):
@@ -44,6 +45,9 @@ class OneLine(click.Group):
             return super().invoke(ctx)
         except ApiFailed as error:
             raise Failed(str(error)) from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise Failed(f"{where}{error.strerror or type(error).__name__}: give another path") from error
 
 
 def _complain(message: str, context: click.Context | None) -> None:
@@ -81,7 +85,7 @@ def ops_api(home: Path, ops_url: str, operator_key: str) -> Api:
         path = home / "credentials.json"
         try:
             operator_key = json.loads(path.read_bytes())["operator_key"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise Failed(f"no operator key in {path}: give --home of the server, or --operator-key") from error
     return Api(ops_url.rstrip("/") + "/admin/v1", operator_key)
 
@@ -152,7 +156,7 @@ def _migration(verb: str, function: str, description: str) -> None:
     def command(home: Path, database_url: str, as_json: bool) -> None:
         import migrations
 
-        url = database_url or f"sqlite:///{home.expanduser().resolve() / 'tenora.db'}"
+        url = database_url or default_database(home.expanduser().resolve())
         if not database_url:
             home.expanduser().mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -296,6 +300,9 @@ def find_tenant(api: Api, name: str) -> Answer:
     raise Failed(f"no tenant {name}: `tenora tenant list` shows them")
 
 
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,40}")
+
+
 def parse_change(text: str) -> tuple[str, Any]:
     """FIELD=VALUE; whole numbers are numbers, `none` is no limit. Raises click.UsageError."""
     field, equals, value = text.partition("=")
@@ -303,7 +310,7 @@ def parse_change(text: str) -> tuple[str, Any]:
         raise click.UsageError(f"{text}: give FIELD=VALUE")
     if value.lower() in ("none", "null"):
         return field, None
-    return field, int(value) if value.lstrip("-").isdecimal() else value
+    return field, int(value) if _WHOLE_NUMBER.fullmatch(value) else value
 
 
 # ── tenants ──────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,6 @@
 """A small client of our own two APIs: what the CLI and the demo need of them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,18 @@ class ApiFailed(Exception):
         self.status = status
 
 
+_KEY = re.compile(r"[!-~]+")
+
+
 class Api:
-    """One of our APIs, spoken to with one key. Reads no proxy settings: it is for servers of one's own."""
+    """One of our APIs, spoken to with one key. Reads no proxy settings: it is for servers of one's own.
+
+    Raises ApiFailed for what can be no key: what it goes into must not end up in a message.
+    """
 
     def __init__(self, base_url: str, key: str) -> None:
+        if not _KEY.fullmatch(key):
+            raise ApiFailed("the key is empty or has characters that no key has: give it whole, and nothing else")
         self._base_url = base_url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"}
 

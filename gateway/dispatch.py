@@ -253,8 +253,11 @@ class Flight:
         others = [engine for engine in self.work.target.model.connected() if engine is not self._engine]
         if rejected.code not in ("busy", "draining") or not others or self._attempt:
             return False
-        self._stream = None
-        await self.launch(attempt=1)
+        self._stream, self.submitted_ns = None, 0
+        try:
+            await self.launch(attempt=1)
+        except ApiError as error:
+            raise self._failed(error) from None
         return True
 
     def _count(self, batch: list[Event]) -> None:

@@ -43,6 +43,7 @@ TABLE: dict[str | None, Row] = {
     "unsupported_media_type": Row(415, INVALID),
     "invalid_adapter": Row(422, INVALID),
     "rate_limit_exceeded": Row(429, "rate_limit_error"),
+    "headers_too_large": Row(431, INVALID),
     "internal": Row(500, SERVER),
     "engine_lost": Row(503, SERVER, retry_ms=1000),
     "overloaded": Row(503, SERVER, retry_ms=1000),
@@ -129,6 +130,17 @@ def model_not_found(model: str) -> ApiError:
     return ApiError(
         f"The model `{model}` does not exist or you do not have access to it.", code="model_not_found", param="model"
     )
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any failure as its caller sees it: a database that is away is worth another try, our own bug tells nothing."""
+    from sqlalchemy.exc import SQLAlchemyError  # not for the adapter worker, which imports this module too
+
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SQLAlchemyError):
+        return ApiError("The database does not answer; try again.", code="store_unavailable")
+    return ApiError("The server had an error while answering.", code="internal")
 
 
 def from_engine(code: str, message: str) -> ApiError:

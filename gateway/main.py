@@ -32,6 +32,7 @@ from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
+from gateway.protocol import HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.targets import Targets
@@ -195,7 +196,7 @@ def _uvicorn_config(app) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         access_log=False,

@@ -10,7 +10,7 @@ from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from redis.asyncio import Redis
 
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError, as_api_error, invalid
 from gateway.fleet import Fleet
 from gateway.routes.admin import admin_routes
 from tenants.database import Database
@@ -94,9 +94,11 @@ def _as_api_error(error: Exception) -> ApiError:
             return ApiError(str(error), code="store_unavailable")
         case msgspec.ValidationError():
             return invalid(str(error))
+        case RecursionError():
+            return invalid("The request body is nested too deeply.", code="invalid_json")
         case HTTPException():
             return _from_litestar(error)
-    return ApiError("Internal error.", code="internal")
+    return as_api_error(error)
 
 
 def _from_litestar(error: HTTPException) -> ApiError:

@@ -12,7 +12,7 @@ from gateway.admission import Admission
 from gateway.auth import authenticate
 from gateway.call import call_of
 from gateway.dispatch import CallerLeft, Dispatch
-from gateway.errors import ApiError
+from gateway.errors import as_api_error
 from gateway.schemas import MAX_BODY_BYTES
 from gateway.streaming import deliver
 from gateway.telemetry import Telemetry
@@ -45,8 +45,8 @@ class Pipeline:
                 await deliver(call, work, flight)
         except CallerLeft:
             pass
-        except ApiError as refused:
-            error = refused
+        except Exception as failure:
+            error = as_api_error(failure)
             raise
         finally:
             self.telemetry.report(call, work, flight, error)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -102,12 +103,12 @@ class Settings:
         home = Path(options["home"]).expanduser().resolve()
         return cls(
             home=home,
-            database_url=_async_url(options["database_url"]) or _default_database(home),
+            database_url=_async_url(options["database_url"]) or default_database(home),
             blobs=_path(options["blobs"], home / "blobs"),
             secrets=_path(options["secrets"], home / "secrets.json"),
             host=options["host"],
             port=options["port"],
-            redis_url=options["redis_url"],
+            redis_url=_redis_url(options["redis_url"]),
             log_level=options["log_level"],
             drain_seconds=options["drain_seconds"],
             engines=tuple(_engine_address(text) for text in options["engine_addresses"]),
@@ -168,7 +169,7 @@ class Settings:
     @property
     def database_is_ours(self) -> bool:
         """No --database-url was given."""
-        return self.database_url == _default_database(self.home)
+        return self.database_url == default_database(self.home)
 
     @property
     def wants_demo(self) -> bool:
@@ -191,6 +192,13 @@ def host_in_url(host: str) -> str:
     """A bind address as a client can dial it: wildcard addresses become loopback, IPv6 gets brackets."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"[{host}]" if ":" in host else host
+
+
+def _redis_url(url: str) -> str:
+    """Not repeated in the message: a URL may hold a password."""
+    if url and url.partition("://")[0] not in ("redis", "rediss", "unix"):
+        raise click.UsageError("--redis-url: give redis://, rediss:// or unix:// and where it is")
+    return url
 
 
 def parse_model(text: str) -> tuple[str, str]:
@@ -252,10 +260,12 @@ def _size_options() -> list[click.Option]:
 
 
 class _Listed(click.ParamType):
-    """A text; several in one variable are separated by commas."""
+    """A text; several in one variable are separated by commas, a comma inside of one has a backslash before it."""
 
     name = "text"
-    envvar_list_splitter = ","
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return [re.sub(r"\\(.)", r"\1", item) for item in re.findall(r"(?:[^\\,]|\\.)+", rv)]
 
 
 _LISTED = _Listed()
@@ -297,7 +307,7 @@ def _to_text(value: Any) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(re.sub(r"([\\,])", r"\\\1", item) for item in value)
     return str(value)
 
 
@@ -305,8 +315,9 @@ def _path(text: str | Path, default: Path) -> Path:
     return Path(text).expanduser().resolve() if str(text) else default
 
 
-def _default_database(home: Path) -> str:
-    return f"sqlite+aiosqlite:///{home / 'tenora.db'}"
+def default_database(home: Path) -> str:
+    """HOME's own; what means something in a URL is escaped."""
+    return f"sqlite+aiosqlite:///{quote(str(home / 'tenora.db'))}"
 
 
 def _async_url(url: str) -> str:

@@ -12,7 +12,7 @@ from engine import wire
 from gateway.call import Call
 from gateway.choices import Choice, Piece
 from gateway.dispatch import Flight
-from gateway.errors import ApiError, sse_error
+from gateway.errors import ApiError, as_api_error, sse_error
 from gateway.formats import Format, format_of
 from gateway.work import Work
 
@@ -52,10 +52,10 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
 
 def _told(error: Exception) -> ApiError:
     """What the caller of a broken stream hears; our own bugs without their details."""
-    if isinstance(error, ApiError):
-        return error
-    _log.exception("a stream broke")
-    return ApiError("The server had an error while answering.", code="internal")
+    told = as_api_error(error)
+    if told.code == "internal":
+        _log.exception("a stream broke")
+    return told
 
 
 class Text:

@@ -5,15 +5,18 @@ It carries no tenant request: killing any child is the same fault here as in pro
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import uvicorn
 
@@ -49,8 +52,9 @@ def serve(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT and then drains. Raises CannotStart."""
     os.umask(0o077)  # nothing that we or our children keep is for others
     prepare_folders(settings)
-    models = find_models(settings)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(only_one(settings.home))
+        models = find_models(settings)
         public = stack.enter_context(listen(settings.host, settings.port, "--port"))
         ops = stack.enter_context(listen(settings.serve.ops_host, settings.serve.ops_port, "--ops-port"))
         settings = _with_ports(settings, public, ops)
@@ -65,6 +69,17 @@ def prepare_folders(settings: Settings) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise CannotStart(f"{settings.run_dir} is not a folder of ours: remove it")
     settings.run_dir.chmod(0o700)
+
+
+@contextlib.contextmanager
+def only_one(home: Path) -> Iterator[None]:
+    """Holds HOME's lock: a second serve would take the first one's sockets away. Raises CannotStart."""
+    with (home / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotStart(f"{home} is in use by another `tenora serve`: stop it, or give another --home") from None
+        yield
 
 
 def find_models(settings: Settings) -> list[Model]:
@@ -171,7 +186,7 @@ class Supervisor:
         self._store = Child(valkey.store_command(valkey.find_binary(), socket_path, environment))
         self._store.start()
         await self._store.ready()
-        self._settings = replace(self._settings, redis_url=f"unix://{socket_path}")
+        self._settings = replace(self._settings, redis_url=f"unix://{quote(str(socket_path))}")
 
     async def _start_engines(self) -> None:
         launcher = make_launcher(self._settings.serve.launcher, self._settings.child_environment())
@@ -254,9 +269,12 @@ def engine_specs(settings: Settings, models: list[Model]) -> list[EngineSpec]:
 def serve_ops(context: "OpsContext", fleet: Fleet) -> _OpsServer:
     """The ops port's server, not yet serving."""
     from gateway.ops_app import build_ops_app
+    from gateway.protocol import HttpProtocol
 
     app = build_ops_app(context, fleet)
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="on")
+    config = uvicorn.Config(
+        app, http=HttpProtocol, log_config=None, log_level="warning", access_log=False, lifespan="on"
+    )
     config.timeout_graceful_shutdown = 1
     return _OpsServer(config)
 

@@ -18,7 +18,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy route has it
 MAX_FIRST_GRANT_TOKENS = 1024
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
-_INLINE_CHARS = 16_384  # longer texts are encoded in a thread: about 4 ms of the event loop
+_INLINE_CHARS = 16_384  # more text than this is encoded in a thread: about 4 ms of the event loop
 _CLASSES: tuple[FlowClass, ...] = ("interactive", "standard", "batch")
 _TIER_OF: dict[FlowClass, str] = {"interactive": "priority", "standard": "default", "batch": "flex"}
 
@@ -180,13 +180,13 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 async def _text_prompts(prompt: str | list[str | int | list[int]], text: TextSide) -> list[Prompt]:
     """A text, a list of texts, a list of ids, or a list of lists of ids → lists of ids, none of them empty."""
     if isinstance(prompt, str):
-        return [_not_empty(await _encode(prompt, text))]
+        return [_not_empty(prompt_ids) for prompt_ids in await _encode([prompt], text)]
     if all(isinstance(item, int) for item in prompt):
         return [check_ids(cast(list[int], prompt), text, "prompt")]
     if len(prompt) > MAX_CHOICES:
         raise invalid(f"At most {MAX_CHOICES} prompts are allowed.", "prompt")
     if all(isinstance(item, str) for item in prompt):
-        return [_not_empty(await _encode(cast(str, item), text)) for item in prompt]
+        return [_not_empty(prompt_ids) for prompt_ids in await _encode(cast(list[str], prompt), text)]
     if all(isinstance(item, list) for item in prompt):
         return [_not_empty(check_ids(cast(list[int], item), text, "prompt")) for item in prompt]
     raise invalid("'prompt' is one text, a list of texts, a list of token ids, or a list of such lists.", "prompt")
@@ -198,11 +198,13 @@ def _not_empty(prompt: Prompt) -> Prompt:
     return prompt
 
 
-async def _encode(prompt: str, text: TextSide) -> Prompt:
-    _check_text_size(text, len(prompt.encode()), "prompt")
-    if len(prompt) <= _INLINE_CHARS:
-        return text.tokenizer.encode_prompt(prompt)
-    return await asyncio.to_thread(text.tokenizer.encode_prompt, prompt)
+async def _encode(prompts: list[str], text: TextSide) -> list[Prompt]:
+    for prompt in prompts:
+        _check_text_size(text, len(prompt.encode()), "prompt")
+    encode = text.tokenizer.encode_prompt
+    if sum(map(len, prompts)) <= _INLINE_CHARS:
+        return list(map(encode, prompts))
+    return await asyncio.to_thread(lambda: list(map(encode, prompts)))
 
 
 def _message_bytes(message: schemas.Message) -> int:

@@ -17,8 +17,14 @@ class SchemaDrift(Exception):
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Brings the schema to ``revision``; a database that is there already is left as it is."""
-    command.upgrade(_config(url), revision)
+    """Brings the schema to ``revision``; a database that is there already is left as it is.
+
+    Raises SchemaDrift when it is at a revision that this program doesn't know.
+    """
+    try:
+        command.upgrade(_config(url), revision)
+    except CommandError as error:
+        raise SchemaDrift(str(error)) from error
 
 
 def downgrade(url: str, revision: str = "base") -> None:

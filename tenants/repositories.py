@@ -132,7 +132,7 @@ class KeyRepository:
         expires_unix_ns: int | None = None,
     ) -> ApiKey:
         """Raises NotFound (no such tenant), InvalidValue."""
-        _check_choice("flow_class", flow_class, CLASSES)
+        _check_choice("class", flow_class, CLASSES)
         _check_length("name", name)
         if await TenantRepository(self._session).get(tenant_id) is None:
             raise NotFound(f"no tenant {tenant_id}")

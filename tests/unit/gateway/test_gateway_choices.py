@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from engine.wire import Delta, TokenizerCard, TokenLogprobs, pack_ids
+from engine.wire import Delta, FinishReason, TokenizerCard, TokenLogprobs, pack_ids
 from gateway.choices import Choice, Piece, StopFinder
 from gateway.formats import content_logprob, text_logprobs
 from gateway.tokenizer import ModelTokenizer
@@ -127,6 +127,15 @@ def test_tokens_behind_a_stop_string_are_counted_as_surplus(tokenizer: ModelToke
     choice.take(Delta("r", 0, pack_ids(tokenizer.encode("de")), finish_reason="abort"))
 
     assert choice.surplus_tokens == 4
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_choice_that_was_cut_off_does_not_claim_to_have_ended(tokenizer: ModelTokenizer, reason: FinishReason):
+    choice = Choice(tokenizer, (), False)
+
+    piece = choice.take(Delta("r", 0, pack_ids(tokenizer.encode("ab")), finish_reason=reason))
+
+    assert (piece.text, piece.finish_reason, choice.done) == ("ab", "", True)
 
 
 def test_the_token_that_stopped_the_choice_is_counted_and_is_no_text(tokenizer: ModelTokenizer):

@@ -195,6 +195,25 @@ def test_a_locked_database_delays_the_bill_and_loses_nothing(fragile: House):
         assert fragile.receipt(key, answer.headers["x-request-id"])["price"]["picousd"] > 0
 
 
+def test_a_database_that_fails_is_503_and_counted_as_that(fragile: House, caplog: pytest.LogCaptureFixture):
+    key = fragile.new_tenant("no-database")
+    before = fragile.metric("tenora_admission_refusals_total", reason="store_unavailable")
+    path = fragile.settings.home / "tenora.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("ALTER TABLE adapter_version RENAME TO away")
+        try:
+            with fragile.http(key) as http:
+                answers = [http.post("/completions", json=BODY | {"model": "mine"}), http.get("/models")]
+        finally:
+            database.execute("ALTER TABLE away RENAME TO adapter_version")
+
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert [answer.json()["error"]["code"] for answer in answers] == ["store_unavailable"] * 2
+    assert all(answer.headers["retry-after"] for answer in answers)
+    eventually(lambda: fragile.metric("tenora_admission_refusals_total", reason="store_unavailable") == before + 1)
+    assert "mine" not in caplog.text
+
+
 def test_a_forged_context_is_counted_acknowledged_and_never_billed(fragile: House):
     engine = fragile.parts.catalog.models["tiny"].engines[0]
     before = fragile.metric("tenora_records_unbooked_total", reason="forged")
@@ -239,6 +258,7 @@ def test_what_the_drain_cuts_off_ends_with_an_error_event_and_is_not_billed(frag
     pipeline.admission.closed = False
 
     assert last_event(text)["error"]["code"] == "draining"
+    assert '"finish_reason":"stop"' not in text
     (record,) = eventually(lambda: rows(fragile, key, RequestRecord))
     assert (record.outcome, record.billed) == (503, False)
 

@@ -3,11 +3,14 @@
 import concurrent.futures
 import json
 import socket
+import threading
 import uuid
 
 import httpx
 import pytest
 from gateway_harness import House, eventually
+
+from gateway.tokenizer import ModelTokenizer
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
@@ -320,6 +323,28 @@ def test_a_text_that_cannot_fit_is_refused_without_being_encoded(house: House, k
         answer = complete(http, prompt="x" * 3_000_000)
 
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(("prompts", "beside"), [(["hi", "you"], False), (["x" * 200] * 128, True)])
+def test_much_text_is_encoded_beside_the_event_loop(
+    house: House, key: str, monkeypatch: pytest.MonkeyPatch, prompts: list[str], beside: bool
+):
+    encode, threads = ModelTokenizer.encode, set()
+
+    def watched(self: ModelTokenizer, text: str) -> list[int]:
+        threads.add(threading.current_thread())
+        return encode(self, text)
+
+    monkeypatch.setattr(ModelTokenizer, "encode", watched)
+    with house.http(key) as http:
+        assert complete(http, prompt=prompts, max_tokens=0).status_code in (200, 400)
+
+    assert threads
+    assert (house.on_loop(_this_thread()) not in threads) == beside
+
+
+async def _this_thread() -> threading.Thread:
+    return threading.current_thread()
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/completions"), ("OPTIONS", "/models"), ("TRACE", "/models")])

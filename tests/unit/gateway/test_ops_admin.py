@@ -121,7 +121,7 @@ def test_a_tenant_that_cannot_be_is_refused_by_name(ops: httpx.Client, body: dic
 
 
 def test_a_body_that_is_no_json_is_a_400(ops: httpx.Client) -> None:
-    for content in (b"{", b"\xff\xfe", b"[1]", b""):
+    for content in (b"{", b"\xff\xfe", b"[1]", b"", b'{"limits":' * 100_000):
         answer = ops.post("/tenants", content=content, headers={"content-type": "application/json"})
         assert error_of(answer)[0] == 400
 
@@ -135,6 +135,11 @@ def test_limits_change_one_by_one_and_null_takes_one_away(ops: httpx.Client) -> 
     limits = answer.json()
     assert (limits["requests_per_minute"], limits["concurrent_requests"], limits["max_class"]) == (None, 2, "batch")
     assert ops.get(f"/tenants/{tenant_id}/limits").json() == limits
+
+
+def test_a_class_that_is_none_is_refused_by_the_name_that_the_caller_used(ops: httpx.Client) -> None:
+    tenant_id = ops.post("/tenants", json={"name": "no such class"}).json()["id"]
+    assert error_of(ops.post(f"/tenants/{tenant_id}/keys", json={"class": "gold"})) == (400, None, "class")
 
 
 def test_a_limit_that_cannot_be_changes_nothing(ops: httpx.Client) -> None:

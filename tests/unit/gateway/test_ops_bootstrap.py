@@ -1,6 +1,8 @@
 """First and later starts of a home: what is made once, kept for ever, and never shown to others."""
 
 import asyncio
+import contextlib
+import sqlite3
 import stat
 from pathlib import Path
 
@@ -42,6 +44,17 @@ def in_context(settings: Settings, work):
 def settings(tmp_path: Path):
     with valkey_server() as store:
         yield settings_of(tmp_path / "home", store.url, "--demo")
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "sqlite:///{folder}/newer.db"])
+def test_a_database_that_cannot_be_ours_stops_the_start(tmp_path: Path, url: str) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "newer.db")) as newer:
+        newer.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
+        newer.execute("INSERT INTO alembic_version VALUES ('of the future')")
+        newer.commit()
+
+    with pytest.raises(bootstrap.BootstrapError, match="migrated"):
+        bootstrap.migrate(url.format(folder=tmp_path))
 
 
 def test_a_second_start_keeps_every_key(settings: Settings) -> None:

@@ -62,6 +62,56 @@ def test_a_child_that_ends_before_it_is_ready_is_not_tried_again() -> None:
     asyncio.run(main())
 
 
+def test_a_child_that_cannot_be_started_is_tried_again_if_it_ever_was_ready(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    script = f"#!{sys.executable} -S\n{STEADY}\n"
+
+    def install() -> None:
+        program.write_text(script)
+        program.chmod(0o700)
+
+    async def main() -> None:
+        child = Child(Command("test", [str(program)], "now ready", os.environ))
+        install()
+        child.start()
+        await child.ready()
+        program.unlink()
+        assert child.pid
+        os.kill(child.pid, signal.SIGKILL)
+        await until(lambda: child.incarnation > 2)
+
+        install()
+        await until(lambda: child.is_ready)
+        await child.stop(5)
+
+    asyncio.run(main())
+
+
+def test_a_child_that_can_never_be_started_fails_the_start() -> None:
+    async def main() -> None:
+        child = Child(Command("test", ["/absent/program"], "now ready", os.environ))
+        child.start()
+        with pytest.raises(ChildFailed, match="before it was ready"):
+            await child.ready()
+        await child.stop(1)
+
+    asyncio.run(main())
+
+
+def test_a_line_without_an_end_does_not_end_the_watch(capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        child = Child(python(f"print('x' * 300_000, flush=True); {STEADY}"))
+        child.start()
+        await child.ready()
+        assert child.pid
+        os.kill(child.pid, signal.SIGKILL)
+        await until(lambda: child.incarnation == 2 and child.is_ready)
+        await child.stop(5)
+
+    asyncio.run(main())
+    assert capfd.readouterr().err.count("x") >= 300_000
+
+
 def test_a_child_that_ignores_the_request_to_end_is_killed() -> None:
     async def main() -> None:
         child = Child(python(STUBBORN))

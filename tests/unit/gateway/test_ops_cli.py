@@ -11,6 +11,7 @@ import click
 import pytest
 
 from gateway.cli import main
+from gateway.supervisor import only_one
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 ROOT = Path(__file__).parents[3]
@@ -74,10 +75,18 @@ def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> No
         (["tenant", "list", "--operator-key", "tn_ops_wrong"], "key"),
         (["tenant", "list", "--ops-url", "http://127.0.0.1:9"], "tenora serve"),
         (["tenant", "list", "--home", "/nonexistent"], "--home"),
+        (["tenant", "set", "x", "weight=--5"], "no tenant x"),
+        (["tenant", "set", "x", f"weight={'1' * 5000}"], "no tenant x"),
+        (["tenant", "list", "--operator-key", "tn_öps"], "key"),
+        (["tenant", "list", "--operator-key", "tn_ops_secret\n"], "key"),
+        (["migrate", "upgrade", "--home", "/dev/null/x"], "/dev/null/x"),
+        (["serve", "--home", "/dev/null/x", "--port", "0", "--ops-port", "0"], "/dev/null/x"),
+        (["serve", "--home", "/dev/null", "--port", "0", "--ops-port", "0"], "/dev/null"),
+        (["serve", "--redis-url", "http://user:secret@x"], "redis://"),
     ],
 )
 def test_a_failure_is_one_line_that_says_what_to_do(server: OpsServer, arguments: list[str], says: str) -> None:
-    where = ["--home", str(server.home), "--ops-url", server.url]
+    where = ["--home", str(server.home), *(["--ops-url", server.url] if arguments[0] in ("tenant", "key") else [])]
     done = tenora(*arguments, *(where if not {"--home", "--ops-url"} & set(arguments) else []))
     if "--ops-url" in arguments:
         done = tenora(*arguments, "--home", str(server.home))
@@ -86,6 +95,13 @@ def test_a_failure_is_one_line_that_says_what_to_do(server: OpsServer, arguments
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("tenora: ")
     assert says in done.stderr
+    assert "secret" not in done.stderr
+
+
+def test_credentials_that_are_none_are_a_failure_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "credentials.json").write_text("[]")
+    done = tenora("tenant", "list", "--home", str(tmp_path))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
 
 
 def test_migrate_upgrades_checks_and_downgrades(tmp_path: Path) -> None:
@@ -127,3 +143,17 @@ def test_serve_without_its_model_says_what_a_model_is(tmp_path: Path) -> None:
     done = tenora("serve", "--home", str(tmp_path), "--model", "x=/absent", "--port", "0", "--ops-port", "0")
     assert done.returncode == 1
     assert "config.json" in done.stderr.splitlines()[-1]
+
+
+def test_serve_in_a_home_that_is_served_says_so_and_leaves_its_sockets_alone(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    store = tmp_path / "run" / "valkey.sock"
+    store.parent.mkdir(mode=0o700)
+    store.touch()
+    with only_one(tmp_path):
+        done = tenora("serve", "--home", str(tmp_path), "--model", str(model), "--port", "0", "--ops-port", "0")
+
+    assert done.returncode == 1
+    assert "another --home" in done.stderr.splitlines()[-1]
+    assert store.exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 import pytest
 
+import migrations
 from gateway.settings import EngineAddress, Settings, parse_model, serve_options
 
 
@@ -36,6 +37,20 @@ def test_a_child_learns_exactly_the_settings_of_its_parent(tmp_path: Path, monke
     assert child.serve.models == ("a=x.gguf", "b=/models/b")
     assert child.serve.demo is False
     assert child.otlp_endpoint == "http://collector:4318"
+
+
+def test_a_home_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    home = tmp_path / "a b,c%41#d?e\\f"
+    home.mkdir()
+    parent = parse("--home", str(home), "--model", f"a={home}/x.gguf", "--model", "b=y.gguf")
+    parent = replace(parent, engines=(EngineAddress("a", str(home / "run" / "engine-0.sock")),))
+    migrations.upgrade(parent.database_url)
+    monkeypatch.setattr("os.environ", parent.child_environment())
+
+    assert Settings.from_env() == parent
+    assert [path.name for path in home.iterdir()] == ["tenora.db"]
 
 
 def test_engine_addresses_reach_the_gateways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.bootstrap import Credentials, Start, TenantCredentials
 from gateway.settings import CannotStart
-from gateway.supervisor import Model, banner, engine_specs, listen, prepare_folders
+from gateway.supervisor import Model, banner, engine_specs, listen, only_one, prepare_folders
 from tests.ops_server import settings_of
 
 
@@ -42,6 +42,13 @@ def test_the_folder_of_sockets_is_ours_alone(tmp_path: Path) -> None:
     prepare_folders(settings)
 
     assert settings.run_dir.stat().st_mode & 0o077 == 0
+
+
+def test_a_home_is_one_supervisors_at_a_time(tmp_path: Path) -> None:
+    with only_one(tmp_path), pytest.raises(CannotStart, match="another --home"), only_one(tmp_path):
+        pass
+    with only_one(tmp_path):
+        pass
 
 
 def test_a_link_in_place_of_the_folder_of_sockets_is_refused(tmp_path: Path) -> None:
