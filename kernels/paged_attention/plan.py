@@ -20,8 +20,8 @@ class DecodeTiles:
     of the first ``counts[1]`` sequences, and so on; ``owners`` [P] is the sequence of each pair. A matrix of a product
     is a pair's key/value head with its R query heads, R the group filled up with its last one:
     ``queries`` [P × N_kv × R] are rows of the queries seen as [T × N_q, D], ``keys`` [P × N_kv, TILE] rows of the cache
-    seen as [tokens × N_kv, D], ``mask`` [P × N_kv, 1, TILE] is added to scores. Of the result, one matrix a sequence and
-    key/value head, the rows ``real`` [N × N_q] belong to the query rows ``targets``.
+    seen as [tokens × N_kv, D], ``mask`` [P × N_kv, 1, TILE] is added to scores. Of the result, one matrix for each
+    sequence and key/value head, the rows ``real`` [N × N_q] belong to the query rows ``targets``.
     """
 
     counts: list[int]

@@ -80,7 +80,7 @@ def _add_tiles(parts: Tensor, tiles: DecodeTiles) -> Tensor:
 
 def _chunk(scaled: Tensor, key_cache: Tensor, value_cache: Tensor, chunk: ChunkTiles) -> Tensor:
     """scaled queries [T, N_q, D] of one sequence → [T, N_q, D]."""
-    num_queries, num_heads, head_dim = scaled.shape
+    num_queries, _, head_dim = scaled.shape
     num_kv_heads = key_cache.shape[2]
     grouped = scaled.view(num_queries, num_kv_heads, -1, head_dim).transpose(0, 1)
     rows = grouped.reshape(num_kv_heads, -1, head_dim)

@@ -134,7 +134,7 @@ class Transformers:
 
         def generate(count: int) -> None:
             nonlocal out
-            out = self.model.generate(
+            out = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
             )
 
