@@ -10,6 +10,7 @@ from engine.wire import OUTCOME_LOST
 from gateway.call import Call
 from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
+from gateway.phases import phases_of
 from gateway.tracing import SpanSink, request_spans
 from gateway.work import Work
 
@@ -19,35 +20,6 @@ _PHASES = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _EACH_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _TOTAL = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """A request's time in ns, from the body's end to the last byte; they sum to ``total``."""
-
-    queue: int
-    prefill: int
-    decode: int
-    network: int
-    post: int
-
-    @property
-    def total(self) -> int:
-        return self.queue + self.prefill + self.decode + self.network + self.post
-
-
-def phases_of(call: Call, flight: Flight) -> Phases:
-    """As the ledger has them: the engine's durations inside the gateway's clock."""
-    usage = flight.usage
-    finished_ns = flight.finished_ns or flight.ended_ns
-    inside = usage.queue_ns + usage.prefill_ns + usage.decode_ns
-    return Phases(
-        queue=flight.submitted_ns - call.read_ns + usage.queue_ns,
-        prefill=usage.prefill_ns,
-        decode=usage.decode_ns,
-        network=max(0, finished_ns - flight.submitted_ns - inside),
-        post=flight.ended_ns - finished_ns,
-    )
 
 
 class Metrics:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.call import Call
 from gateway.dispatch import Flight
+from gateway.phases import Phases
 from gateway.work import Work
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from gateway.telemetry import Phases
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
@@ -87,7 +87,7 @@ class SpanSink:
 _CHILDREN = ("admit", "queue", "prefill", "decode", "settle")
 
 
-def request_spans(call: Call, work: Work, flight: Flight, phases: "Phases", price_picousd: int) -> Spans:
+def request_spans(call: Call, work: Work, flight: Flight, phases: Phases, price_picousd: int) -> Spans:
     """The spans of an ended request, as a function of no argument: numbers are copied now, objects made later."""
     attributes = _attributes(call, work, flight, phases, price_picousd)
     usage = flight.usage
@@ -108,7 +108,7 @@ def request_spans(call: Call, work: Work, flight: Flight, phases: "Phases", pric
     return lambda: _build(call.trace_id, call.parent_span, name, whole, times, attributes, failed)
 
 
-def _attributes(call: Call, work: Work, flight: Flight, phases: "Phases", price_picousd: int) -> dict[str, Any]:
+def _attributes(call: Call, work: Work, flight: Flight, phases: Phases, price_picousd: int) -> dict[str, Any]:
     usage, sampling = flight.usage, work.sampling
     attributes: dict[str, Any] = {
         OPERATION: _OPERATIONS[work.operation],
