@@ -245,6 +245,11 @@ QKV = (4096, 1024, 1024)
 
 
 def cases() -> list[Case]:
+    """All of them, by section."""
+    return [*_decode_cases(), *_prefill_cases(), *_lora_cases(), *_norm_cases()]
+
+
+def _decode_cases() -> list[Case]:
     ragged = ragged_lengths()
     found = [
         _decode("B=1 1k", [1024], 10.5, (11, 7)),
@@ -264,6 +269,11 @@ def cases() -> list[Case]:
     ]
     for count, peer in ((32, 210.6), (64, 322.6), (128, 799.5)):
         found.append(_decode(f"B={count} ragged 1k-32k", ragged[count], peer, (peer * 1.15, peer)))
+    return found
+
+
+def _prefill_cases() -> list[Case]:
+    found = []
     for length, peer in ((2048, 80.5), (4096, 235.1), (8192, 957.1), (16384, 3717.2)):
         flops = 2.0 * HEADS * HEAD_DIM * length * (length + 1)
         build = lambda length=length: attention([length], length)  # noqa: E731
@@ -271,6 +281,11 @@ def cases() -> list[Case]:
     found.append(
         Case("prefill", "512 after 8k", lambda: attention([8704], 512), 0.0, 4.0 * HEADS * HEAD_DIM * 512 * 8448)
     )
+    return found
+
+
+def _lora_cases() -> list[Case]:
+    found = []
     for count, figures in (
         (1, (6.3, 5, 3.3)),
         (16, (9.1, 8, 5)),
@@ -279,7 +294,8 @@ def cases() -> list[Case]:
         (256, (73, 33, 26)),
     ):
         found.append(_lora([16] * count, count, "r=16", figures))
-    found += [
+    return [
+        *found,
         _lora([16] * 32, 32, "r=16 q,k,v", (130, 15, 11), sizes_out=QKV),
         _lora([16] * 64, 64, "r=16 q,k,v", (273, 24, 17), sizes_out=QKV),
         _lora([64] * 64, 64, "r=64", (30, 30, 24)),
@@ -295,6 +311,10 @@ def cases() -> list[Case]:
         _lora([16] * 8, 64, "r=16", (None, None, None)),
         _lora([16] * 64, 64, "r=16 14336→4096", (None, None, None), size_in=14336),
     ]
+
+
+def _norm_cases() -> list[Case]:
+    found = []
     for num_rows, figures in ((64, (3.1, 3.5, 3)), (1024, (10.1, 11, 9.5)), (4096, (35, 37, 34))):
         found.append(
             Case(

@@ -7,9 +7,16 @@ def _rows(kernel: str, **row: int) -> Rows:
     return {kernel: row}
 
 
-def variants() -> dict[str, list[tuple[str, Rows, tuple[str, ...]]]]:
+Variant = tuple[str, Rows, tuple[str, ...]]
+
+
+def variants() -> dict[str, list[Variant]]:
     """By section: a label, the rows that take the place of the tables', and the cases to try them on."""
-    decode_cases = ("B=1 1k", "B=1 8k", "B=1 32k", "B=17 4k", "B=32 4k", "B=128 4k", "B=64 ragged 1k-32k")
+    return {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm()}
+
+
+def _decode() -> list[Variant]:
+    cases = ("B=1 1k", "B=1 8k", "B=1 32k", "B=17 4k", "B=32 4k", "B=128 4k", "B=64 ragged 1k-32k")
     decode = (
         [
             (
@@ -46,6 +53,10 @@ def variants() -> dict[str, list[tuple[str, Rows, tuple[str, ...]]]]:
             ("merge pdl", _rows("merge", chunks=16, num_warps=4, pdl=1)),
         ]
     )
+    return [(*one, cases) for one in decode]
+
+
+def _prefill() -> list[Variant]:
     prefill = [
         (
             f"rows {rows} tile {tile} warps {warps} stages {stages}",
@@ -65,7 +76,11 @@ def variants() -> dict[str, list[tuple[str, Rows, tuple[str, ...]]]]:
             (128, 64, 4, 3),
         )
     ]
-    lora_cases = (
+    return [(*one, ("2048 causal", "8192 causal")) for one in prefill]
+
+
+def _lora() -> list[Variant]:
+    cases = (
         "T=1 L=1 r=16",
         "T=16 L=16 r=16",
         "T=64 L=64 r=16",
@@ -103,15 +118,16 @@ def variants() -> dict[str, list[tuple[str, Rows, tuple[str, ...]]]]:
         (f"expand n{n} warps {warps} pdl {pdl}", _rows("sgmv_expand", block_n=n, num_warps=warps, pdl=pdl))
         for n, warps, pdl in ((64, 4, 0), (128, 4, 0), (256, 4, 0), (512, 8, 0), (64, 2, 0), (128, 4, 1), (256, 4, 1))
     ]
+    return [(*one, cases) for one in (*shrink, *expand)]
+
+
+def _norm() -> list[Variant]:
     norms = [(f"norm warps {warps}", _rows("rms_norm", num_warps=warps)) for warps in (2, 4, 16)]
     ropes = [
         (f"rope heads {heads} warps {warps}", _rows("rope", heads=heads, num_warps=warps))
         for heads, warps in ((4, 2), (8, 2), (16, 4), (64, 4), (64, 8))
     ] + [(f"store warps {warps}", _rows("store_kv", num_warps=warps)) for warps in (1, 2)]
-    return {
-        "decode": [(*one, decode_cases) for one in decode],
-        "prefill": [(*one, ("2048 causal", "8192 causal")) for one in prefill],
-        "lora": [(*one, lora_cases) for one in (*shrink, *expand)],
-        "norm": [(*one, ("add + rms_norm T=64", "add + rms_norm T=4096")) for one in norms]
-        + [(*one, ("rope + KV T=64", "rope + KV T=4096")) for one in ropes],
-    }
+    return [
+        *((*one, ("add + rms_norm T=64", "add + rms_norm T=4096")) for one in norms),
+        *((*one, ("rope + KV T=64", "rope + KV T=4096")) for one in ropes),
+    ]
