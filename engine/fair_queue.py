@@ -136,7 +136,8 @@ class Turns:
 
     def charge(self, account: Account, num_tokens: int) -> None:
         account.counter += num_tokens * SCALE // account.weight
-        self._highest = max(self._highest, account.counter)
+        if account.counter > self._highest:
+            self._highest = account.counter
 
     def check_invariants(self) -> None:
         assert self._num_work == sum(account.num_work for account in self._accounts.values())
@@ -295,10 +296,12 @@ class FairQueue:
         self._classes.charge(in_class, num_tokens)
 
     def charge_each(self, sequences: list[Sequence]) -> None:
-        """Each of them is served one token: as ``charge``, once a flow."""
-        tokens = Counter(self._members[sequence.seq_id] for sequence in sequences)
-        for (in_class, in_flow), num_tokens in tokens.items():
+        """Each of them is served one token: as ``charge``, once a flow and once a class."""
+        classes: dict[Account, int] = {}
+        for (in_class, in_flow), num_tokens in Counter([self._members[one.seq_id] for one in sequences]).items():
             self._flows[in_class.key].charge(in_flow, num_tokens)
+            classes[in_class] = classes.get(in_class, 0) + num_tokens
+        for in_class, num_tokens in classes.items():
             self._classes.charge(in_class, num_tokens)
 
     def check_invariants(self) -> None:
