@@ -136,8 +136,7 @@ class Turns:
 
     def charge(self, account: Account, num_tokens: int) -> None:
         account.counter += num_tokens * SCALE // account.weight
-        if account.counter > self._highest:
-            self._highest = account.counter
+        self._highest = max(self._highest, account.counter)
 
     def check_invariants(self) -> None:
         assert self._num_work == sum(account.num_work for account in self._accounts.values())
