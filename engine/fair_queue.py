@@ -295,10 +295,12 @@ class FairQueue:
         self._classes.charge(in_class, num_tokens)
 
     def charge_each(self, sequences: list[Sequence]) -> None:
-        """Each of them is served one token: as ``charge``, once a flow."""
-        tokens = Counter(self._members[sequence.seq_id] for sequence in sequences)
-        for (in_class, in_flow), num_tokens in tokens.items():
+        """Each of them is served one token: as ``charge``, once a flow and once a class."""
+        classes: dict[Account, int] = {}
+        for (in_class, in_flow), num_tokens in Counter([self._members[one.seq_id] for one in sequences]).items():
             self._flows[in_class.key].charge(in_flow, num_tokens)
+            classes[in_class] = classes.get(in_class, 0) + num_tokens
+        for in_class, num_tokens in classes.items():
             self._classes.charge(in_class, num_tokens)
 
     def check_invariants(self) -> None:

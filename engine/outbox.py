@@ -78,11 +78,12 @@ class Outbox:
         return request
 
     def _verdict(self, sequence: Sequence, token_id: int) -> wire.FinishReason:
-        sampling, num_output = sequence.sampling, sequence.num_output_tokens
+        sampling, num_known = sequence.sampling, len(sequence.token_ids)
+        num_output = num_known - sequence.num_prompt_tokens
         if num_output > sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:
                 return "stop"
-        if num_output >= sequence.limit or len(sequence.token_ids) >= self._context_tokens:
+        if num_output >= sequence.limit or num_known >= self._context_tokens:
             return "length"
         return ""

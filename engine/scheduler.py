@@ -158,13 +158,13 @@ class Scheduler:
         step: no calls that can be spared.)"""
         prefills: list[Sequence] = []
         charged: list[Sequence] = []
-        index = 0
+        index, block_size = 0, self.config.block_size
         while index < len(self.running):
             sequence = self.running[index]
             start = sequence.num_computed_tokens
             if len(sequence.token_ids) - start > 1:
                 prefills.append(sequence)
-            elif self._has_next_block(sequence, draft):
+            elif start < len(sequence.block_table) * block_size or self._has_next_block(sequence, draft):
                 draft.add(sequence, start, 1)
                 if sequence.num_charged_tokens <= start:
                     sequence.num_charged_tokens = start + 1
@@ -261,10 +261,8 @@ class Scheduler:
     # ── giving way ───────────────────────────────────────────────────────────────────────────────
 
     def _has_next_block(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Finds a block for the next token. The most junior ones give way for it, itself at last; one that has
+        """Finds one more block, for the next token. The most junior ones give way for it, itself at last; one that has
         filled the pool alone ends. False: it no longer runs."""
-        if sequence.num_computed_tokens < len(sequence.block_table) * self.config.block_size:
-            return True
         while self.pool.num_available == 0:
             if len(self.running) == 1:
                 self.finish(sequence)
