@@ -209,12 +209,8 @@ def _launch(
     head_dim = queries.shape[2]
     num_items = len(launch.items)
     grid = (num_items * plan.num_kv_heads,) if launch.is_split else (num_items, plan.num_kv_heads)
-    element_bytes = queries.element_size()
     row = tiles(
-        "attend_split" if launch.is_split else "attend_chunk",
-        out.device,
-        head_bytes=head_dim * element_bytes,
-        element_bytes=element_bytes,
+        "attend_split" if launch.is_split else "attend_chunk", out.device, head_bytes=head_dim * queries.element_size()
     )
     overlaps = work.num_partials > 0 and tiles("merge", out.device)["pdl"]
     _attend[grid](
