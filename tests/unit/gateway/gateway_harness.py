@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from sqlmodel import select
 
 from gateway.app import build_app
 from gateway.main import _Server, _uvicorn_config, running_parts
@@ -196,3 +197,13 @@ async def _serve(house: House, up: threading.Event, stop: threading.Event) -> No
         await asyncio.to_thread(stop.wait)
         server.should_exit = True
         await serving
+
+
+def rows(house: House, key: str, table) -> list:
+    """What the database has of a key's tenant in ``table``."""
+
+    async def read() -> list:
+        async with house.parts.database.session() as session:
+            return list((await session.exec(select(table).where(table.tenant_id == house.tenants[key]))).all())
+
+    return house.on_loop(read())

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from gateway_harness import House, eventually, running_house
-from sqlmodel import select
+from gateway_harness import House, eventually, rows, running_house
 
 from engine import wire
 from tenants.tables import LedgerEntry, RequestRecord
@@ -25,14 +24,6 @@ def fragile(tmp_path_factory) -> Iterator[House]:
     """A house of this file's own: its engine is killed, its store stopped."""
     with running_house(tmp_path_factory.mktemp("fragile"), "--kv-blocks", "512", "--max-running", "8") as house:
         yield house
-
-
-def rows(house: House, key: str, table) -> list:
-    async def read() -> list:
-        async with house.parts.database.session() as session:
-            return list((await session.exec(select(table).where(table.tenant_id == house.tenants[key]))).all())
-
-    return house.on_loop(read())
 
 
 def open_requests(house: House) -> int:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from gateway_harness import House, eventually, running_house
-from sqlmodel import select
+from gateway_harness import House, eventually, rows, running_house
 
 from gateway.dispatch import Flight
 from gateway.streaming import Streamed, Whole
@@ -25,14 +24,6 @@ BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0,
 def fragile(tmp_path_factory) -> Iterator[House]:
     with running_house(tmp_path_factory.mktemp("money"), "--kv-blocks", "512", "--max-running", "8") as house:
         yield house
-
-
-def rows(house: House, key: str, table) -> list:
-    async def read() -> list:
-        async with house.parts.database.session() as session:
-            return list((await session.exec(select(table).where(table.tenant_id == house.tenants[key]))).all())
-
-    return house.on_loop(read())
 
 
 @contextlib.contextmanager

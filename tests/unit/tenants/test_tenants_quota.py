@@ -421,6 +421,17 @@ class Model:
         return min(limit.concurrent_requests for limit in self.limits.values() if limit.concurrent_requests is not None)
 
 
+async def check_walk(redis, clock, model: Model, took_something: bool) -> None:
+    for (scope, meter), left in model.left.items():
+        saved = await redis.hmget(f"tn:q1:{{ten_a}}:b:{scope}", "at", meter.split("_")[0])
+        limit = getattr(model.limits[scope], meter)
+        units = limit * MINUTE if saved[1] is None else int(saved[1]) + (clock() - int(saved[0])) * limit
+        assert min(units, limit * MINUTE) == left * MINUTE  # exactly, after any number of refills
+        assert left <= limit
+        assert left >= 0 or not took_something  # what was admitted fitted: used + reserved ≤ limit
+    assert model.running(clock()) <= model.places()
+
+
 def test_a_random_walk_of_2000_operations_agrees_with_the_model(with_redis):
     limits = {
         "tenant": Limits(requests_per_minute=37, tokens_per_minute=1013, concurrent_requests=6),
@@ -428,16 +439,6 @@ def test_a_random_walk_of_2000_operations_agrees_with_the_model(with_redis):
     }
     rng = random.Random(20260401)
     model = Model(limits)
-
-    async def check_invariants(redis, clock, took_something):
-        for (scope, meter), left in model.left.items():
-            saved = await redis.hmget(f"tn:q1:{{ten_a}}:b:{scope}", "at", meter.split("_")[0])
-            limit = getattr(limits[scope], meter)
-            units = limit * MINUTE if saved[1] is None else int(saved[1]) + (clock() - int(saved[0])) * limit
-            assert min(units, limit * MINUTE) == left * MINUTE  # exactly, after any number of refills
-            assert left <= limit
-            assert left >= 0 or not took_something  # what was admitted fitted: used + reserved ≤ limit
-        assert model.running(clock()) <= model.places()
 
     async def body(redis):
         clock = Clock()
@@ -480,7 +481,7 @@ def test_a_random_walk_of_2000_operations_agrees_with_the_model(with_redis):
                 model.take(-1 if kind == "void" else 0, charged - reserved)
                 for _ in range(rng.choice([1, 1, 2])):
                     await quota.settle(made[name], used, kind)
-            await check_invariants(redis, clock, took_something=fits and operation in ("reserve", "extend"))
+            await check_walk(redis, clock, model, took_something=fits and operation in ("reserve", "extend"))
 
     with_redis(body)
 
