@@ -17,7 +17,8 @@ import openai
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_MODEL = "smollm2-135m"
+MODEL_VARIABLE = "TENORA_TEST_MODEL"  # which recipe the suites on the real model run on
+DEFAULT_MODEL = os.environ.get(MODEL_VARIABLE, "smollm2-135m")
 
 
 def free_port() -> int:
