@@ -1,6 +1,6 @@
 """The suites that drive a whole installation, on the default model with experts in place of the dense one.
 
-    ./run prove moe8
+./run prove moe8
 """
 
 import os
