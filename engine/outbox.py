@@ -38,10 +38,12 @@ class Outbox:
         assert result.token_id >= 0, f"{sequence} was to get a token"
         request = sequence.request
         sequence.token_ids.append(result.token_id)
+        if sequence.matcher is not None:
+            sequence.matcher.advance(result.token_id)
         request.first_token_ns = request.first_token_ns or now_ns
         request.last_token_ns = now_ns
         reason = self._verdict(sequence, result.token_id)
-        stop_id = result.token_id if reason == "stop" else -1
+        stop_id = result.token_id if reason == "stop" and self._is_stop(sequence, result.token_id) else -1
         logprobs = () if result.logprobs is None else (result.logprobs,)
         token = wire.pack_ids((result.token_id,))
         self._events.deltas.append(wire.Delta(request.request_id, sequence.choice, token, logprobs, reason, stop_id))
@@ -77,9 +79,15 @@ class Outbox:
         self._events.finished.append(finished)
         return request
 
+    def _is_stop(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether it is no text; the last token of a grammar often is."""
+        return token_id in self._eos_token_ids or token_id in sequence.sampling.stop_token_ids
+
     def _verdict(self, sequence: Sequence, token_id: int) -> wire.FinishReason:
-        sampling, num_known = sequence.sampling, len(sequence.token_ids)
+        sampling, num_known, matcher = sequence.sampling, len(sequence.token_ids), sequence.matcher
         num_output = num_known - sequence.num_prompt_tokens
+        if matcher is not None and (matcher.ended or matcher.failure):
+            return "stop" if matcher.ended else "length"
         if num_output > sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:

@@ -2,6 +2,7 @@
 
 import hashlib
 from enum import Enum
+from typing import Protocol
 
 from engine import wire
 
@@ -10,6 +11,17 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # queued, behind its leader, or without its adapter: holds no block and no slot
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Matcher(Protocol):
+    """A choice's place in its grammar: ``engine.grammar.Matcher``."""
+
+    @property
+    def failure(self) -> str: ...
+    @property
+    def ended(self) -> bool: ...
+    def mask(self) -> bytes: ...
+    def advance(self, token_id: int) -> None: ...
 
 
 class Sequence:
@@ -29,6 +41,7 @@ class Sequence:
         "finish_reason",
         "key",
         "limit",
+        "matcher",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -60,6 +73,7 @@ class Sequence:
         self.seed = seed
         self.limit = min(submit.sampling.max_tokens, submit.granted_tokens)  # output tokens allowed so far
         self.adapter_key = submit.adapter_key
+        self.matcher: Matcher | None = None  # stands behind the last known token, also while waiting
         self.status = SequenceStatus.WAITING
         self.finish_reason: wire.FinishReason = ""
         # what it holds while it runs
