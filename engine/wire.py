@@ -111,6 +111,19 @@ class Usage(Struct, frozen=True):
     gpu_ns: int = 0
 
 
+class ExpertCard(Struct, frozen=True):
+    """The routed experts of a model, in ``layers``: gated MLPs of hidden_size → width → hidden_size.
+
+    ``takes_adapters``: whether LoRA on them is computed.
+    """
+
+    num_experts: int
+    hidden_size: int
+    width: int
+    layers: tuple[int, ...]
+    takes_adapters: bool
+
+
 class ModelCard(Struct, frozen=True):
     """What an engine serves. ``modules`` maps each adaptable linear to its (in, out) sizes."""
 
@@ -127,6 +140,7 @@ class ModelCard(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     device: str
+    experts: ExpertCard | None = None
 
 
 class TokenizerCard(Struct, frozen=True):

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tenants.adapter_patterns import Patterns, is_simple
-from tenants.adapters import AdapterShape, CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapter_shape import AdapterShape
+from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
 
 ROOT = Path(__file__).parents[3]
 MODULES = {
