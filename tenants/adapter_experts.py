@@ -64,7 +64,7 @@ class Fused:
 
     @property
     def path(self) -> str:
-        return f"{self.pair.path}.{self.parameter}"
+        return f"{self.pair.path.removesuffix('.base_layer')}.{self.parameter}"
 
     @property
     def halves(self) -> dict[str, TensorEntry]:
