@@ -5,7 +5,6 @@ from enum import Enum
 
 from engine import wire
 
-
 PENDING = -1  # in place of a token that the device has drawn, or is drawing, and the host has not seen
 
 
