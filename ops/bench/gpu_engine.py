@@ -174,7 +174,8 @@ def host_times(bench: Bench, names: list[str]) -> dict:
     stats = pstats.Stats(watch)
     rows = sorted(((value[3], value[2], value[0], key) for key, value in stats.stats.items()), reverse=True)[:40]
     for cumulative, own, calls, key in rows:
-        print(f"{cumulative / 40 * 1e3:8.3f} ms {own / 40 * 1e3:8.3f} own {calls / 40:8.1f} x {Path(key[0]).name}:{key[2]}")
+        name = f"{Path(key[0]).name}:{key[2]}"
+        print(f"{cumulative / 40 * 1e3:8.3f} ms {own / 40 * 1e3:8.3f} own {calls / 40:8.1f} x {name}")
     return {"wall_ms": wall}
 
 
