@@ -167,7 +167,7 @@ class Scheduler:
         self.waiting.queue.check_invariants()
         pins: dict[int, int] = {}
         for sequence in self.running:
-            self._check_running(sequence)
+            _check_running(sequence, self.config.block_size)
             if sequence.adapter_slot >= 0:
                 pins[sequence.adapter_slot] = pins.get(sequence.adapter_slot, 0) + 1
         self.adapters.check_invariants(pins)
@@ -177,16 +177,6 @@ class Scheduler:
         assert all(not sequence.block_table and sequence.adapter_slot < 0 for sequence in elsewhere)
         assert len(elsewhere) + len(self.waiting.queue) == sum(self.waiting.num_sequences.values())
         assert self.waiting.queue.num_members == len(self.waiting.queue) + len(self.running), "work is counted wrongly"
-
-    def _check_running(self, sequence: Sequence) -> None:
-        assert sequence.status is SequenceStatus.RUNNING
-        assert (sequence.adapter_slot >= 0) == bool(sequence.adapter_key), f"{sequence} and its slot disagree"
-        room = len(sequence.block_table) * self.config.block_size
-        assert sequence.num_computed_tokens <= room, f"{sequence} computed beyond its blocks"
-        assert len(sequence.token_ids) <= room + 1, f"{sequence} lacks blocks"
-        assert sequence.num_published_blocks * self.config.block_size <= sequence.num_computed_tokens
-        assert sequence.num_remaining_tokens >= 0, f"{sequence} computed more than it knows"
-        assert PENDING not in sequence.token_ids[:-1], f"{sequence} waits for a token that it has passed"
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────
 
@@ -202,7 +192,7 @@ class Scheduler:
             if len(token_ids) - start != 1:
                 if len(token_ids) > start:  # else it only waits for the scores of its prompt
                     prefills.append(sequence)
-            elif token_ids[-1] == PENDING and self._is_last(sequence):
+            elif token_ids[-1] == PENDING and _is_last(sequence, self.config.context_tokens):
                 pass
             elif start < len(sequence.block_table) * block_size or self._has_next_block(sequence, draft):
                 draft.add(sequence, start, 1)
@@ -214,11 +204,6 @@ class Scheduler:
             index += 1
         self.waiting.queue.charge_each(charged)
         return prefills
-
-    def _is_last(self, sequence: Sequence) -> bool:
-        """The token in the air ends it whatever it is, unless a grant comes meanwhile."""
-        known = len(sequence.token_ids)
-        return known - sequence.num_prompt_tokens >= sequence.limit or known >= self.config.context_tokens
 
     def _plan_prefills(self, prefills: list[Sequence], draft: _Draft) -> None:
         for sequence in prefills:
@@ -348,3 +333,20 @@ class Scheduler:
 
 def _seniority(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
+
+
+def _is_last(sequence: Sequence, context_tokens: int) -> bool:
+    """The token in the air ends it whatever it is, unless a grant comes meanwhile."""
+    known = len(sequence.token_ids)
+    return known - sequence.num_prompt_tokens >= sequence.limit or known >= context_tokens
+
+
+def _check_running(sequence: Sequence, block_size: int) -> None:
+    assert sequence.status is SequenceStatus.RUNNING
+    assert (sequence.adapter_slot >= 0) == bool(sequence.adapter_key), f"{sequence} and its slot disagree"
+    room = len(sequence.block_table) * block_size
+    assert sequence.num_computed_tokens <= room, f"{sequence} computed beyond its blocks"
+    assert len(sequence.token_ids) <= room + 1, f"{sequence} lacks blocks"
+    assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens
+    assert sequence.num_remaining_tokens >= 0, f"{sequence} computed more than it knows"
+    assert PENDING not in sequence.token_ids[:-1], f"{sequence} waits for a token that it has passed"
