@@ -9,6 +9,7 @@ import sys
 import msgspec
 from msgspec import Struct
 
+from engine.wire import ExpertCard
 from gateway.errors import ApiError
 
 DEADLINE_S = 60.0
@@ -28,6 +29,7 @@ class Job(Struct, frozen=True):
     served_models: list[str]
     max_adapter_rank: int
     max_adapter_bytes: int
+    experts: ExpertCard | None = None
 
 
 class Checked(Struct, frozen=True):
@@ -74,6 +76,4 @@ async def check(job: Job, deadline_s: float = DEADLINE_S) -> Checked:
 
 def refusal(reasons: list[str]) -> ApiError:
     """422 with everything that is wrong."""
-    return ApiError(
-        f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", final=True, reasons=tuple(reasons)
-    )
+    return ApiError(f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", reasons=tuple(reasons))
