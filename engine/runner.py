@@ -11,7 +11,7 @@ from engine.experts import ExpertLoad
 from engine.flight import Computed, StepHandle
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
-from engine.models.linear import LoraSlots
+from engine.models.lora_slots import LoraSlots
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from engine.weights.adapter import AdapterWeights
@@ -73,7 +73,7 @@ class Runner:
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if not rows:
             return []
-        return self._sampler.sample(self._model.logits(hidden[batch.logits_rows]), rows)
+        return self._sampler.sample(self._model.logits(hidden.index_select(0, batch.logits_rows)), rows)
 
     def _score(self, chunk: Chunk, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         """hidden [tokens of the chunk, H] → log-probabilities of the prompt tokens that they predict."""
