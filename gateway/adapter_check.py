@@ -9,6 +9,7 @@ import sys
 import msgspec
 from msgspec import Struct
 
+from engine.wire import ExpertCard
 from gateway.errors import ApiError
 
 DEADLINE_S = 60.0
@@ -28,6 +29,7 @@ class Job(Struct, frozen=True):
     served_models: list[str]
     max_adapter_rank: int
     max_adapter_bytes: int
+    experts: ExpertCard | None = None
 
 
 class Checked(Struct, frozen=True):
