@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.sampler import is_filtered, is_greedy, uniform
+from engine.sampler import constrain, is_filtered, is_greedy, uniform
 from engine.sequence import Sequence
 from engine.wire import TokenLogprobs
 
@@ -52,12 +52,26 @@ class DeviceSampler:
         return bool(row.sampling.logit_bias) or row.needs_history or row.num_output_tokens < row.sampling.min_tokens
 
     def _adjusted(self, logits: Tensor, rows: Rows[Sequence]) -> Tensor:
-        """Bias, mask and penalties, in this order, in a copy."""
+        """Bias, mask, penalties and the grammar's mask, in this order, in a copy."""
         logits = logits.clone()
-        biased = [(index, token, bias) for index, row in enumerate(rows) for token, bias in row.sampling.logit_bias.items()]
-        if biased:
-            where = self._ints([index for index, _, _ in biased]), self._ints([token for _, token, _ in biased])
-            logits[where] = logits[where] + self._floats([bias for _, _, bias in biased])
+        self._add_biases(logits, rows)
+        self._mask_ends(logits, rows)
+        for index, row in enumerate(rows):
+            if row.needs_history:
+                self._penalise(logits[index], row)
+            mask = row.matcher.mask() if row.matcher is not None else b""
+            if mask:
+                constrain(logits[index], mask)
+        return logits
+
+    def _add_biases(self, logits: Tensor, rows: Rows[Sequence]) -> None:
+        biases = [(index, *bias) for index, row in enumerate(rows) for bias in row.sampling.logit_bias.items()]
+        if biases:
+            places, tokens, values = zip(*biases, strict=True)
+            where = self._ints(places), self._ints(tokens)
+            logits[where] = logits[where] + self._floats(values)
+
+    def _mask_ends(self, logits: Tensor, rows: Rows[Sequence]) -> None:
         masked = [
             (index, token)
             for index, row in enumerate(rows)
@@ -65,12 +79,8 @@ class DeviceSampler:
             for token in self._eos_token_ids + row.sampling.stop_token_ids
         ]
         if masked:
-            where = self._ints([index for index, _ in masked]), self._ints([token for _, token in masked])
-            logits[where] = torch.full((len(masked),), _NO_LOGIT, device=logits.device)
-        for index, row in enumerate(rows):
-            if row.needs_history:
-                self._penalise(logits[index], row)
-        return logits
+            places, tokens = zip(*masked, strict=True)
+            logits.index_put_((self._ints(places), self._ints(tokens)), logits.new_tensor(_NO_LOGIT))
 
     def _penalise(self, logits: Tensor, row: Sequence) -> None:
         """One row [V], in place; all of its tokens are known (``Sequence.needs_history``)."""
@@ -92,10 +102,10 @@ class DeviceSampler:
         ones = torch.ones(len(ids), dtype=torch.float32, device=logits.device)
         return torch.zeros_like(logits).scatter_add_(0, places, ones)
 
-    def _ints(self, numbers: list[int]) -> Tensor:
+    def _ints(self, numbers: Rows[int]) -> Tensor:
         return _sent(torch.tensor(numbers, dtype=torch.int64), self._device)
 
-    def _floats(self, numbers: list[float]) -> Tensor:
+    def _floats(self, numbers: Rows[float]) -> Tensor:
         return _sent(torch.tensor(numbers, dtype=torch.float32), self._device)
 
 

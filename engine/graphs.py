@@ -104,7 +104,9 @@ class DecodeGraphs:
         layout = self._layout(size)
         layout.fill(self._hosts[0].numpy(), (), {}, self._slots.num_slots, with_lora=True)
         self._memory.copy_(self._hosts[0])
-        compute = partial(self._compute, layout.batch(self._memory, self._tables.tables[:size], self._slots, rank), rank)
+        compute = partial(
+            self._compute, layout.batch(self._memory, self._tables.tables[:size], self._slots, rank), rank
+        )
         compute()  # kernels are compiled, and tables of tiles and of addresses made
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

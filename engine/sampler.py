@@ -84,10 +84,10 @@ class Sampler:
             _penalise_counts(logits, row.output_ids, sampling)
         mask = row.matcher.mask() if row.matcher is not None else b""
         if mask:
-            _constrain(logits, mask)
+            constrain(logits, mask)
 
 
-def _constrain(logits: Tensor, mask: bytes) -> None:
+def constrain(logits: Tensor, mask: bytes) -> None:
     """Leaves only the tokens of ``mask`` [a bit each, lowest first]. Where none of them has a logit left (min_tokens
     took it, or it is NaN) all of them are equal: what is drawn is always of the mask."""
     packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(logits.device)

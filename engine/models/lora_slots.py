@@ -171,9 +171,7 @@ class LoraSlots:
 
     def _views(self, slot: int, lora_ranks: Mapping[Place, int]) -> list[Tensor]:
         """A and B of each place in the slot, as far as these ranks reach."""
-        return [
-            tensor[slot, :lora_rank] for place, lora_rank in lora_ranks.items() for tensor in self._pairs[place]
-        ]
+        return [tensor[slot, :lora_rank] for place, lora_rank in lora_ranks.items() for tensor in self._pairs[place]]
 
     def _pair(self, place: Place) -> tuple[Tensor, Tensor]:
         if place not in self._pairs:

@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
+from engine.cuda_runner import CudaRunner
 from engine.engine import Engine
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
+from ops.bench.gpu_engine_checks import run_checks
 from ops.bench.random_model import random_adapter, random_decoder
 
 # out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
@@ -49,14 +51,21 @@ class Bench:
             max_lora_rank=RANK,
             host_adapter_bytes=64 << 30,
         )
-        self.runner = Runner(self.decoder, self.sizes)
+        self.runner = (
+            CudaRunner(self.decoder, self.sizes) if device.type == "cuda" else Runner(self.decoder, self.sizes)
+        )
         self.engine = Engine(self.sizes, self.runner)
+        self.sync()
+        self.loaded_s = time.perf_counter() - begin
+        if isinstance(self.runner, CudaRunner):
+            self.runner.warm()
         self.number = 0
         self.step_ms: list[float] = []
         self.sync()
         self.built_s = time.perf_counter() - begin
         for seed in range(num_adapters):
-            self.engine.adapter_ready(f"a{seed}", random_adapter(self.decoder.config, RANK, seed, device))
+            weights = random_adapter(self.decoder.config, RANK, seed, device)
+            self.engine.adapter_ready(f"a{seed}", self.runner.prepare(weights))
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -205,7 +214,7 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
 
     def build() -> dict:
         holder.append(Bench(shape, device, num_adapters, small))
-        return {"built_s": holder[0].built_s, "gpu_bytes": memory(device)}
+        return {"loaded_s": holder[0].loaded_s, "built_s": holder[0].built_s, "gpu_bytes": memory(device)}
 
     report.section(f"{shape} build", build)
     if not holder:
@@ -255,6 +264,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     report = Report(options.out, options.seconds, options.rounds)
+    if "checks" in options.sections:
+        report.section("checks", run_checks)
     for shape in options.shape.split(","):
         measure_shape(report, shape, torch.device(options.device), set(options.sections.split(",")), options.small)
         torch.cuda.empty_cache()
