@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.batch import Rows, build_batch
 from engine.config import EngineConfig
 from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
-from engine.graphs import SIZES, DecodeGraphs, resolve
+from engine.graphs import DecodeGraphs, graph_sizes, resolve
 from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
@@ -49,13 +49,12 @@ class CudaRunner(Runner):
         device = model.embedding.device
         self.num_fallbacks = {"too_many_sequences": 0}
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
-        sizes = [size for size in SIZES if size < config.max_sequences]
-        sizes.append(next((size for size in SIZES if size >= config.max_sequences), SIZES[-1]))
-        self._drawn = torch.zeros(max(config.max_sequences, sizes[-1]), dtype=torch.int64, device=device)
+        most = max(config.max_sequences, *graph_sizes(config.max_sequences))
+        self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
         self._graphs: DecodeGraphs | None = None
         if has_graphs and model.config.moe is None:
-            self._graphs = DecodeGraphs(model, self.kv, self.slots, self._drawn, sizes)
+            self._graphs = DecodeGraphs(model, self.kv, self.slots, self._drawn, config)
 
     @torch.inference_mode()
     def warm(self) -> None:

@@ -167,9 +167,8 @@ def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
     ids, values = targets[:, None], logprobs.gather(1, targets[:, None])
     if num_top > 0:
-        best = logprobs.topk(num_top, dim=-1).indices.sort(dim=-1).values
-        order = logprobs.gather(1, best).sort(dim=-1, descending=True, stable=True).indices
-        best = best.gather(1, order)
+        # a whole sort: topk does not promise which of equal ones it takes
+        best = logprobs.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
         ids, values = torch.cat((ids, best), 1), torch.cat((values, logprobs.gather(1, best)), 1)
     return Scores(to_host(ids), to_host(values))
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch, Rows
+from engine.config import EngineConfig
 from engine.device_sampler import greedy
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
@@ -39,18 +40,16 @@ class Captured:
 class DecodeGraphs:
     """``drawn`` [most sequences] int64 is where steps leave the tokens that they draw. Not thread-safe."""
 
-    def __init__(self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, sizes: Many[int]) -> None:
+    def __init__(self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig) -> None:
         self._model, self._kv, self._slots, self.drawn = model, kv, slots, drawn
-        self.sizes = tuple(sizes)
-        self.ranks = tuple(rank for rank in RANKS if rank < slots.max_lora_rank) + (
-            (next(rank for rank in RANKS if rank >= slots.max_lora_rank),) if slots.num_slots else ()
-        )
+        self.sizes = graph_sizes(config.max_sequences)
+        self.ranks = rank_bounds(config)
         self._device = model.embedding.device
-        self._blocks = -(-model.config.context_tokens // kv.block_size)
-        self._tables = BlockTables(max(sizes), self._blocks, self._device)
+        self._blocks = -(-config.context_tokens // kv.block_size)
+        self._tables = BlockTables(self.sizes[-1], self._blocks, self._device)
         self._graphs: dict[tuple[int, int], Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        length = max(layout.length for layout in map(self._layout, sizes))
+        length = max(layout.length for layout in map(self._layout, self.sizes))
         self._memory = torch.zeros(length, dtype=torch.int32, device=self._device)
         self._hosts = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(_BUFFERS)]
         self._turn = 0
@@ -105,7 +104,7 @@ class DecodeGraphs:
         layout.fill(self._hosts[0].numpy(), (), {}, self._slots.num_slots, with_lora=True)
         self._memory.copy_(self._hosts[0])
         compute = partial(
-            self._compute, layout.batch(self._memory, self._tables.tables[:size], self._slots, rank), rank
+            self._compute, layout.batch(self._memory, self._tables.tables[:size], self._slots.num_slots, rank), rank
         )
         compute()  # kernels are compiled, and tables of tiles and of addresses made
         torch.cuda.synchronize()
@@ -122,6 +121,18 @@ class DecodeGraphs:
         return logits
 
 
+def graph_sizes(max_sequences: int) -> tuple[int, ...]:
+    """Up to the first that holds so many sequences; what no size holds is launched kernel by kernel."""
+    smaller = tuple(size for size in SIZES if size < max_sequences)
+    return SIZES[: len(smaller) + 1]
+
+
+def rank_bounds(config: EngineConfig) -> tuple[int, ...]:
+    """Up to the first that no adapter is above."""
+    smaller = tuple(rank for rank in RANKS if rank < config.max_lora_rank)
+    return RANKS[: len(smaller) + 1] if config.adapter_slots else ()
+
+
 def resolve(batch: Batch, drawn: Tensor) -> Batch:
     """The batch with ids for all tokens: those of the step ahead are ``drawn`` by now."""
     ids = batch.token_ids
@@ -135,14 +146,14 @@ class Layout:
     def __init__(self, shape: DecodeShape) -> None:
         self.shape = shape
         size = shape.num_sequences
-        self._places = spans([size, size, size, plan_numbers(shape), segment_numbers(size)])
-        self.length = self._places[-1].stop
+        self.places = spans([size, size, size, plan_numbers(shape), segment_numbers(size)])
+        self.length = self.places[-1].stop
 
     def fill(
         self, out: NDArray[np.int32], chunks: Many[Chunk], ahead: Rows, empty_slot: int, *, with_lora: bool
     ) -> None:
         """The numbers of these decodes; rows past them are at position 0, nowhere in the cache, without a context."""
-        tokens, positions, mapping, attention, segments = (out[place] for place in self._places)
+        tokens, positions, mapping, attention, segments = (out[place] for place in self.places)
         num, block_size = len(chunks), self.shape.block_size
         tokens[:num] = [_token(chunk, ahead) for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
@@ -154,11 +165,11 @@ class Layout:
         if with_lora:
             fill_segments(segments, [chunk.sequence.adapter_slot for chunk in chunks], len(tokens), empty_slot)
 
-    def batch(self, memory: Tensor, tables: Tensor, slots: LoraSlots, rank: int) -> Batch:
+    def batch(self, memory: Tensor, tables: Tensor, empty_slot: int, rank: int) -> Batch:
         """A step over ``memory``, whatever stands there."""
-        tokens, positions, mapping, attention, segments = (memory[place] for place in self._places)
+        tokens, positions, mapping, attention, segments = (memory[place] for place in self.places)
         size = self.shape.num_sequences
-        lora = CapturedSgmv(segments, size, slots.num_slots) if rank else None
+        lora = CapturedSgmv(segments, size, empty_slot) if rank else None
         return Batch(tokens, positions, mapping, captured_plan(attention, tables, self.shape), lora, tokens)
 
 
