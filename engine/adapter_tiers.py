@@ -135,8 +135,8 @@ class _Fetch:
 class AdapterTiers:
     """Brings what the engine wants: ``ready(key, weights)`` or ``failed(key, code, message)``, once for each
     ``want``, on the event loop. ``ask(key)`` names a gateway whose request waits for it, or None; then the tier
-    waits for ``waiting(key)`` or ``forget(key)``. ``prepare`` brings weights into the form that the engine loads; it runs
-    off the event loop."""
+    waits for ``waiting(key)`` or ``forget(key)``. ``prepare`` makes of weights what the engine loads, off the event
+    loop."""
 
     def __init__(
         self,
