@@ -1,9 +1,12 @@
 """Which adapter sits in which slot, and which host copies are kept. Decides only; the engine moves the weights."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Protocol
 
 from msgspec import Struct
+
+from engine.wire_adapters import Tier
 
 
 class HostWeights(Protocol):
@@ -23,12 +26,14 @@ class SlotLoad(Struct, frozen=True):
 
 
 class HostTier:
-    """Host copies, least recently used out first, bounded in bytes; the newest is kept whatever its size."""
+    """Host copies, least recently used out first, bounded in bytes; the newest is kept whatever its size, and so are
+    those that can't be had again (``keep``) until they are dropped."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._copies: OrderedDict[str, HostWeights] = OrderedDict()
+        self._kept: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -40,9 +45,8 @@ class HostTier:
         self.drop(key)
         self._copies[key] = weights
         self.num_bytes += weights.num_bytes
-        while self.num_bytes > self.max_bytes and len(self._copies) > 1:
-            _, evicted = self._copies.popitem(last=False)
-            self.num_bytes -= evicted.num_bytes
+        if self.num_bytes > self.max_bytes:
+            self._evict()
 
     def get(self, key: str) -> HostWeights | None:
         weights = self._copies.get(key)
@@ -50,10 +54,30 @@ class HostTier:
             self._copies.move_to_end(key)
         return weights
 
+    def keep(self, key: str) -> None:
+        """No eviction takes this copy: nobody could bring it again."""
+        if key in self._copies:
+            self._kept.add(key)
+
     def drop(self, key: str) -> None:
+        self._kept.discard(key)
         weights = self._copies.pop(key, None)
         if weights is not None:
             self.num_bytes -= weights.num_bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._copies)
+
+    def check_invariants(self) -> None:
+        assert self.num_bytes == sum(weights.num_bytes for weights in self._copies.values())
+        assert self._kept <= self._copies.keys()
+        assert self.num_bytes <= self.max_bytes or len(self._copies) - len(self._kept) <= 1
+
+    def _evict(self) -> None:
+        for key in [key for key in self._copies if key not in self._kept][:-1]:
+            self.drop(key)
+            if self.num_bytes <= self.max_bytes:
+                return
 
 
 class _Slot:
@@ -100,6 +124,22 @@ class AdapterPool:
         """In host memory, or in a slot that isn't about to be cleared: nothing needs to be fetched."""
         index = self._slot_of.get(key)
         return (index is not None and not self._slots[index].doomed) or key in self.host
+
+    def is_pinned(self, key: str) -> bool:
+        """A running sequence uses it."""
+        index = self._slot_of.get(key)
+        return index is not None and self._slots[index].pins > 0
+
+    def residency(self, keys: list[str] | None) -> dict[str, list[Tier]]:
+        """Of these keys (None: of all) those that are in a slot or in host memory, with their tiers."""
+        found: dict[str, list[Tier]] = {}
+        for key in {*self._slot_of, *self.host} if keys is None else keys:
+            tiers: list[Tier] = ["device"] if key in self._slot_of else []
+            if key in self.host:
+                tiers.append("cpu")
+            if tiers:
+                found[key] = tiers
+        return found
 
     def has_room(self, key: str) -> bool:
         """``acquire`` would find a slot."""
@@ -157,7 +197,7 @@ class AdapterPool:
             assert (slot.key == "") == (index in self._free), f"slot {index} holds {slot.key!r}"
             assert not slot.key or self._slot_of[slot.key] == index
         assert len(self._slot_of) == self.num_slots - self.num_free
-        assert self.host.num_bytes <= self.host.max_bytes or len(self.host) == 1
+        self.host.check_invariants()
 
     def _place(self, key: str) -> int:
         weights = self.host.get(key)

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from engine import wire
 from engine.client_stream import Connection, EngineLost, EngineStream, Event
@@ -47,7 +47,7 @@ class EngineClient:
     ``on_record`` is awaited for one record after the other, in journal order; it hands the record to the
     ledger, and ``ack`` follows when that has committed. An ack covers all earlier records: never acknowledge past
     one that hasn't committed. What isn't acknowledged for 5 s comes again. ``adapter_source`` finds an adapter's
-    file by its key, or None.
+    file by its key, or None when it is deleted; a file that isn't where it should be is damage.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class EngineClient:
         self._records_arrived = asyncio.Event()
         self._last_record = 0  # the last that we looked at; what doesn't follow it begins another delivery
         self._failed_record = 0  # 0 = none; of this delivery nothing behind it is taken
-        self._stats: dict[int, asyncio.Future[list[wire.Family]]] = {}
-        self._num_stats = 0
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._num_questions = 0
         self._sending = asyncio.Semaphore(MAX_ADAPTERS_SENT_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -139,18 +139,25 @@ class EngineClient:
 
     async def stats(self, timeout_s: float = 1.0) -> list[wire.Family]:
         """The engine's metric families now. Raises EngineLost when not connected or not answered in time."""
+        return (await self._ask(wire.StatsRequest, timeout_s)).families
+
+    async def residency(self, keys: list[str] | None = None, timeout_s: float = 1.0) -> dict[str, list[wire.Tier]]:
+        """Which tiers hold these adapters (None: all that any holds), fastest first. Raises EngineLost as ``stats``."""
+        return (await self._ask(wire.ResidencyRequest, timeout_s, keys)).tiers
+
+    async def _ask(self, question: Callable[..., Any], timeout_s: float, *more: object) -> Any:
         connection = self._connected()
-        self._num_stats += 1
-        seq = self._num_stats
-        reply = self._stats[seq] = asyncio.get_running_loop().create_future()
-        connection.send(wire.StatsRequest(seq))
+        self._num_questions += 1
+        seq = self._num_questions
+        reply = self._replies[seq] = asyncio.get_running_loop().create_future()
+        connection.send(question(seq, *more))
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError:
-            raise EngineLost(f"no stats from {self.address} within {timeout_s} s") from None
+            raise EngineLost(f"no answer from {self.address} within {timeout_s} s") from None
         finally:
-            self._stats.pop(seq, None)
+            self._replies.pop(seq, None)
 
     # ── the connection ───────────────────────────────────────────────────────────────────────────
 
@@ -195,7 +202,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.drop()
-        for reply in self._stats.values():
+        for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(EngineLost(f"connection to {self.address} lost"))
 
@@ -213,10 +220,10 @@ class EngineClient:
                 self._enqueue(message)
             case wire.Welcome():
                 self._welcomed(connection, message)
-            case wire.StatsReply():
-                reply = self._stats.get(message.seq)
+            case wire.StatsReply() | wire.ResidencyReply():
+                reply = self._replies.get(message.seq)
                 if reply is not None and not reply.done():
-                    reply.set_result(message.families)
+                    reply.set_result(message)
             case wire.AdapterWanted():
                 name = f"adapter {message.adapter_key}"
                 if name not in self._tasks:
@@ -275,13 +282,16 @@ class EngineClient:
             async with self._sending:
                 file = None if self._adapter_source is None else await self._adapter_source(key)
                 if file is None:
-                    raise FileNotFoundError("the adapter is not in the store")
+                    raise _CannotGive("adapter_unavailable", "the adapter was deleted")
                 await _send_adapter(connection, key, file)
         except EngineLost:
             return
+        except _CannotGive as refusal:
+            logger.warning("adapter %.12s can't be given: %s", key, refusal)
+            connection.send(wire.AdapterUnavailable(key, refusal.code, str(refusal)))
         except Exception as error:
-            logger.warning("adapter %.12s can't be given: %s", key, type(error).__name__)
-            connection.send(wire.AdapterUnavailable(key, "adapter_unavailable", "the adapter's file can't be read"))
+            logger.error("adapter %.12s can't be given: %s", key, type(error).__name__)
+            connection.send(wire.AdapterUnavailable(key, "adapter_delayed", "the adapter's store does not answer"))
 
     def _spawn(self, name: str, coroutine) -> None:
         task = asyncio.create_task(coroutine, name=f"engine client {name}")
@@ -289,13 +299,23 @@ class EngineClient:
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
 
+class _CannotGive(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 async def _send_adapter(connection: Connection, key: str, file: AdapterFile) -> None:
-    """The file in chunks, each sent when the engine has taken most of what came before. Raises OSError."""
-    with await asyncio.to_thread(file.path.open, "rb") as source:
+    """The file in chunks, each sent when the engine has taken most of what came before. Raises OSError, _CannotGive."""
+    try:
+        source = await asyncio.to_thread(file.path.open, "rb")
+    except FileNotFoundError:
+        raise _CannotGive("adapter_corrupt", "the adapter's file is gone: upload it again") from None
+    with source:
         for offset in range(0, file.size_bytes, wire.ADAPTER_CHUNK_BYTES):
             num_bytes = min(wire.ADAPTER_CHUNK_BYTES, file.size_bytes - offset)
             data = await asyncio.to_thread(source.read, num_bytes)
             if len(data) != num_bytes:
-                raise OSError("the file is shorter than its record says")
+                raise _CannotGive("adapter_corrupt", "the adapter's file is damaged: upload it again")
             await connection.writable()
             connection.send(wire.AdapterChunk(key, offset, file.size_bytes, file.sha256, data))

@@ -72,6 +72,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._unstarted: set[str] = set()
         self._num_sequences = 0
+        self._forgotten: set[str] = set()  # deleted versions that somebody uses still
         self._outbox = Outbox(config.context_tokens, runner.model_info.eos_token_ids)
 
     @property
@@ -124,6 +125,7 @@ class Engine:
 
     def adapter_ready(self, key: str, weights: HostWeights) -> None:
         """A host copy has come; who waits for it gets its turn."""
+        self._forgotten.discard(key)
         self.adapters.host.put(key, weights)
         self.scheduler.waiting.adapter_ready(key)
 
@@ -133,9 +135,15 @@ class Engine:
             self._fail(sequence.request, code, message)
 
     def forget_adapter(self, key: str) -> None:
-        """A deleted version: gone from host memory now, from its slot with its last running sequence."""
-        self.adapters.forget(key)
+        """A deleted version: gone from host memory and its slot with the last sequence that was here before, running,
+        queued or preempted."""
+        self._forgotten.add(key)
+        self.adapters.host.keep(key)
         self._clear_slots()
+
+    def residency(self, keys: list[str] | None = None) -> dict[str, list[wire.Tier]]:
+        """Which of these adapters (None: of all) are in a slot and in host memory."""
+        return self.adapters.residency(keys)
 
     def check_invariants(self) -> None:
         """Asserts what holds between steps."""
@@ -241,5 +249,8 @@ class Engine:
             self._unstarted.discard(request.request_id)
 
     def _clear_slots(self) -> None:
+        for key in [key for key in self._forgotten if not self.scheduler.uses(key)]:
+            self._forgotten.discard(key)
+            self.adapters.forget(key)
         for slot in self.adapters.take_clears():
             self._runner.clear_slot(slot)

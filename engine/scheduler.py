@@ -101,6 +101,10 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         self.waiting.free_followers(sequence)
 
+    def uses(self, adapter_key: str) -> bool:
+        """Whether any unfinished sequence is that adapter's."""
+        return adapter_key in self.waiting.num_of_adapter or self.adapters.is_pinned(adapter_key)
+
     def schedule(self) -> StepPlan:
         """The next step: decodes, then prefill of what runs, then whose turn it is. Takes blocks and slots;
         ``exhausted`` sequences are finished already."""

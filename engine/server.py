@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from engine import wire
 from engine.adapter_tiers import AdapterTiers, DiskTier
 from engine.connection import Connection
@@ -20,6 +22,7 @@ from engine.engine import Engine
 from engine.journal import Journal
 from engine.open_requests import OpenRequests
 from engine.record_delivery import RecordDelivery
+from engine.stats import RESIDENT_FAMILY
 from engine.step_thread import StepOutput, StepThread
 
 logger = logging.getLogger("engine.server")
@@ -51,6 +54,7 @@ class Server:
         self._identity = identity
         self._engine = engine
         self._connections: set[Connection] = set()
+        self._disk = disk
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._steps = StepThread(engine, self._deliver, self._break)
@@ -136,8 +140,13 @@ class Server:
     def received(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.StatsRequest):
             self._steps.stats(lambda families: self._send_stats(connection, message.seq, families))
+        elif isinstance(message, wire.ResidencyRequest):
+            self._steps.ask(
+                lambda: self._engine.residency(message.keys),
+                lambda resident: connection.send(wire.ResidencyReply(message.seq, self._tiers(message.keys, resident))),
+            )
         elif not connection.is_gateway:
-            raise wire.WireError("an observer may only ask for stats")
+            raise wire.WireError("an observer may only ask")
         else:
             self._received_of_gateway(connection, message)
 
@@ -235,7 +244,20 @@ class Server:
     # ── the process ──────────────────────────────────────────────────────────────────────────────
 
     def _send_stats(self, connection: Connection, seq: int, families: list[wire.Family]) -> None:
-        connection.send(wire.StatsReply(seq, [*families, *self._own_families()]))
+        """The engine's own families; the disk tier's adapters are one more sample of one of them."""
+        on_disk = ("", {"tier": "disk"}, float(len(self._disk)))
+        told = [
+            replace(each, samples=[*each.samples, on_disk]) if each.name == RESIDENT_FAMILY else each
+            for each in families
+        ]
+        connection.send(wire.StatsReply(seq, [*told, *self._own_families()]))
+
+    def _tiers(self, keys: list[str] | None, resident: dict[str, list[wire.Tier]]) -> dict[str, list[wire.Tier]]:
+        """What the engine has in its memories, and the disk tier's files."""
+        tiers = {key: list(found) for key, found in resident.items()}
+        for key in self._disk if keys is None else filter(self._disk.__contains__, keys):
+            tiers.setdefault(key, []).append("disk")
+        return tiers
 
     def _own_families(self) -> list[wire.Family]:
         gauges = (

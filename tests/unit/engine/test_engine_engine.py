@@ -414,7 +414,7 @@ def test_each_metric_moves_when_what_it_counts_happens():
         ("tenora_kv_blocks", "state=used"),
         ("tenora_kv_blocks_in_use", "class=interactive"),
         ("tenora_kv_fragmentation_ratio", ""),
-        ("tenora_adapters_resident", "tier=host"),
+        ("tenora_adapters_resident", "tier=cpu"),
         ("tenora_gpu_utilization_ratio", ""),
         ("vllm:num_requests_running", ""),
         ("vllm:num_requests_waiting", ""),
