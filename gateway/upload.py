@@ -1,20 +1,21 @@
 """An adapter's files on their way in: small ones in memory, the weights straight into a staged file, all bounded.
 
-Two ways: one multipart body, or a plain body for each file and a commit (large files, and clients that resume).
+Two ways: one multipart body, or a plain body for each file and a commit. What is refused half-way is answered at once;
+the server reads on and drops the rest, so that a caller who still sends sees the answer.
 """
 
 import asyncio
 import hashlib
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
 
-from gateway.adapter_check import disk_may_be_full, refusal
+from gateway.adapter_check import refusal
 from gateway.call import Call
 from gateway.errors import ApiError, invalid
 
@@ -81,19 +82,6 @@ async def read_file(call: Call, name: str, path: Path, max_weights_bytes: int, l
             await sink.write(chunk)
         await sink.flush()
     return Received(sink.num_bytes, sink.sha256)
-
-
-@asynccontextmanager
-async def receiving(call: Call) -> AsyncIterator[None]:
-    """A body comes in and goes to the disk. A caller who is refused half-way goes on sending: what comes is dropped, so
-    that it reads the answer. A full disk is 507."""
-    try:
-        with disk_may_be_full():
-            yield
-    except ApiError:
-        if not call.gone.is_set():
-            await call.discard()
-        raise
 
 
 @contextmanager

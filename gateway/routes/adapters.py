@@ -1,20 +1,18 @@
 """/v1/adapters: upload, list, show, roll back, delete. Everything is the caller's own."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from litestar import Request, Response, delete, get, post, put
 from litestar.params import FromPath
 
+from gateway.adapter_check import disk_may_be_full
 from gateway.adapters import Candidate, not_found
-from gateway.call import Call, call_of
+from gateway.call import call_of
 from gateway.errors import ApiError, invalid
 from gateway.parts import Parts, parts_of, principal_of
 from gateway.schemas import MAX_BODY_BYTES, Commit, Rollback, decode
-from gateway.upload import CONFIG, FILES, WEIGHTS, read_file, read_upload, receiving
+from gateway.upload import CONFIG, FILES, WEIGHTS, read_file, read_upload
 from tenants.directory import Principal
 from tenants.errors import LimitExceeded, NotFound
 from tenants.staged_uploads import MAX_AGE_S
@@ -25,7 +23,7 @@ from tenants.tables import AdapterVersion
 async def upload_adapter(request: Request) -> Response:
     """Reads, checks and publishes within the call: 201 means it can be used."""
     principal, parts, call = principal_of(request), parts_of(request), call_of(request.scope)
-    async with _arriving(parts, principal, call) as weights:
+    with disk_may_be_full(), parts.adapters.staging(principal) as weights:
         look = _look(parts, principal)
         upload = await read_upload(call, weights, principal.adapter_limits.max_adapter_bytes, look)
         fields = upload.fields
@@ -39,7 +37,7 @@ async def upload_adapter(request: Request) -> Response:
 async def put_file(request: Request, name: FromPath[str], file: FromPath[str]) -> dict[str, Any]:
     """One file of an upload as a plain body; the answer says what came. Kept for an hour, until its commit."""
     principal, parts, call = principal_of(request), parts_of(request), call_of(request.scope)
-    async with _arriving(parts, principal, call) as staged:
+    with disk_may_be_full(), parts.adapters.staging(principal) as staged:
         parts.adapters.check_name(name)
         if file not in FILES:
             raise ApiError(f"An adapter's files are {' and '.join(FILES)}.", code="not_found", param="file")
@@ -127,14 +125,6 @@ async def delete_adapter(request: Request, name: FromPath[str]) -> dict[str, Any
     else:
         raise not_found(name)
     return {"id": name, "object": "adapter", "deleted": True}
-
-
-@contextlib.asynccontextmanager
-async def _arriving(parts: Parts, principal: Principal, call: Call) -> AsyncIterator[Path]:
-    """A body of the caller's comes in, into a staged file that is gone afterwards unless it was taken elsewhere."""
-    async with receiving(call):
-        with parts.adapters.staging(principal) as path:
-            yield path
 
 
 def _look(parts: Parts, principal: Principal):

@@ -116,6 +116,21 @@ def test_a_copy_larger_than_the_tier_is_kept_alone():
     assert ("a" in host, "b" in host, host.num_bytes) == (False, True, 100)
 
 
+def test_a_copy_that_nobody_could_bring_again_outlives_every_eviction():
+    host = HostTier(200)
+    host.put("a", Weights("a"))
+    host.keep("a")
+
+    for key in "bcd":
+        host.put(key, Weights(key))
+        host.check_invariants()
+    assert ("a" in host, "d" in host, len(host)) == (True, True, 2)
+    host.drop("a")
+    host.put("e", Weights("e"))
+
+    assert (list(host), host.num_bytes) == (["d", "e"], 200)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_walk_never_shows_a_user_another_adapter(seed: int):
     pick, pool = random.Random(seed), pool_with(3)
