@@ -125,6 +125,10 @@ class AdapterPool:
         index = self._slot_of.get(key)
         return (index is not None and not self._slots[index].doomed) or key in self.host
 
+    def is_loaded(self, key: str) -> bool:
+        """In a slot, or about to be: ``acquire`` would move nothing."""
+        return key in self._slot_of
+
     def is_pinned(self, key: str) -> bool:
         """A running sequence uses it."""
         index = self._slot_of.get(key)

@@ -331,6 +331,22 @@ def test_a_deleted_adapter_leaves_its_slot_with_its_last_request():
     assert driver.outcomes["r"].reasons == {0: "length"}
 
 
+def test_a_storm_of_adapters_is_loaded_in_turns_so_that_no_stream_waits_for_all_of_them():
+    _, runner, driver = start(max_running=10)
+    driver.add(submit("stream", PROMPT, 30, ignore_eos=True))
+    driver.step()
+    for number in range(6):
+        driver.add(submit(f"r{number}", PROMPT, 4, adapter_key=f"adapter-{number}", ignore_eos=True))
+    loads = []
+    while driver.engine.has_work:
+        before = runner.num_loads
+        driver.step()
+        loads.append(runner.num_loads - before)
+
+    assert (max(loads), sum(loads)) == (1, 6)
+    assert all(outcome.finished for outcome in driver.outcomes.values())
+
+
 def test_whoever_was_there_before_the_deletion_finishes_even_after_giving_way():
     """Running, preempted and queued: nobody could bring the bytes again, so they stay until the last one is done."""
     engine, runner, driver = start(fetches=False, num_blocks=10, adapter_slots=1, max_running=2)
