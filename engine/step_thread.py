@@ -115,7 +115,7 @@ class StepThread:
         if self._rejected or (result and (result.deltas or result.scores or result.finished or result.wanted)):
             rejected, self._rejected = self._rejected, []
             self._on_loop(self._deliver, StepOutput(rejected, result))
-        return result is not None and result.stats.num_tokens > 0
+        return result is not None and (result.stats.num_tokens > 0 or result.in_flight)
 
     def _idle(self) -> None:
         if self._stopping:  # its wake may have been taken for a command's

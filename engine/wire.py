@@ -34,6 +34,7 @@ from engine.wire_adapters import (  # noqa: F401 (the wire's other half)
     ResidencyRequest,
     Tier,
 )
+from engine.wire_cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
 
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two
@@ -119,37 +120,6 @@ class Usage(Struct, frozen=True):
     prefill_ns: int = 0
     decode_ns: int = 0
     gpu_ns: int = 0
-
-
-class ModelCard(Struct, frozen=True):
-    """What an engine serves. ``modules`` maps each adaptable linear to its (in, out) sizes."""
-
-    model: str
-    revision: str  # hex digest of the weights' source; part of every cache namespace
-    vocab_size: int
-    context_tokens: int
-    block_size: int
-    num_blocks: int
-    num_layers: int
-    modules: dict[str, tuple[int, int]]
-    max_lora_rank: int
-    adapter_slots: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    device: str
-
-
-class TokenizerCard(Struct, frozen=True):
-    """The model's own tokenizer and chat template, so that a gateway reads no model file.
-
-    ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_str`` takes; ``tokens`` names the template's
-    variables (bos_token, eos_token, …); ``add_bos`` says that plain prompts begin with bos.
-    """
-
-    tokenizer_json: str
-    chat_template: str
-    tokens: dict[str, str]
-    add_bos: bool
 
 
 class Family(Struct, frozen=True):

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
+from engine.wire import ExpertCard
 from gateway.errors import ApiError
 
 DEADLINE_S = 60.0
@@ -34,6 +35,7 @@ class Job(Struct, frozen=True, tag="adapter"):
     served_models: list[str]
     max_adapter_rank: int
     max_adapter_bytes: int
+    experts: ExpertCard | None = None
 
 
 class HeaderJob(Struct, frozen=True, tag="header"):
@@ -107,9 +109,7 @@ async def _ask(job: AnyJob, deadline_s: float) -> Verdict:
 
 def refusal(reasons: list[str]) -> ApiError:
     """422 with everything that is wrong."""
-    return ApiError(
-        f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", final=True, reasons=tuple(reasons)
-    )
+    return ApiError(f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", reasons=tuple(reasons))
 
 
 def no_room() -> ApiError:

@@ -8,7 +8,8 @@ import msgspec
 
 from gateway.adapter_check import NO_ROOM, AnyJob, Checked, HeaderJob, Job, Verdict
 from tenants.adapter_header import BadHeader, read_header
-from tenants.adapters import AdapterShape, InvalidAdapter, canonicalise
+from tenants.adapter_shape import AdapterShape, ExpertShape
+from tenants.adapters import InvalidAdapter, canonicalise
 
 
 def main() -> None:
@@ -41,7 +42,9 @@ def _header_verdict(job: HeaderJob) -> Verdict:
 
 
 def _shape(job: Job) -> AdapterShape:
-    return AdapterShape(job.modules, job.num_layers, job.max_lora_rank, frozenset(job.served_models))
+    card = job.experts
+    experts = card and ExpertShape(card.num_experts, card.hidden_size, card.width, card.layers, card.takes_adapters)
+    return AdapterShape(job.modules, job.num_layers, job.max_lora_rank, frozenset(job.served_models), experts)
 
 
 if __name__ == "__main__":

@@ -217,6 +217,7 @@ class Adapters:
             served_models=[base.name],
             max_adapter_rank=limits.max_adapter_rank,
             max_adapter_bytes=limits.max_adapter_bytes,
+            experts=card.experts,
         )
 
 
