@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from engine.wire_adapters import Tier
 
+MAX_LOADS_PER_STEP = 1  # moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns
+
 
 class HostWeights(Protocol):
     """An adapter's weights in host memory; opaque here."""
@@ -125,10 +127,6 @@ class AdapterPool:
         index = self._slot_of.get(key)
         return (index is not None and not self._slots[index].doomed) or key in self.host
 
-    def is_loaded(self, key: str) -> bool:
-        """In a slot, or about to be: ``acquire`` would move nothing."""
-        return key in self._slot_of
-
     def is_pinned(self, key: str) -> bool:
         """A running sequence uses it."""
         index = self._slot_of.get(key)
@@ -146,8 +144,9 @@ class AdapterPool:
         return found
 
     def has_room(self, key: str) -> bool:
-        """``acquire`` would find a slot."""
-        return key in self._slot_of or bool(self._free or self._idle)
+        """``acquire`` would find a slot, and the step may still wait for the load."""
+        may_load = len(self._loads) < MAX_LOADS_PER_STEP
+        return key in self._slot_of or (may_load and bool(self._free or self._idle))
 
     def acquire(self, key: str) -> tuple[int, int]:
         """Pins a slot that holds (or will hold, before the step runs) ``key``: (slot, generation). The caller has

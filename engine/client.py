@@ -9,10 +9,10 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from engine import wire
+from engine.client_adapters import AdapterFile, AdapterSource, AdapterSupply
 from engine.client_stream import Connection, EngineLost, EngineStream, Event
 
 __all__ = ["AdapterFile", "EngineClient", "EngineLost", "EngineStream", "Event", "ProtocolMismatch"]
@@ -22,23 +22,13 @@ logger = logging.getLogger("engine.client")
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 WELCOME_TIMEOUT_S = 10.0
-MAX_ADAPTERS_SENT_AT_ONCE = 2
 
 
 class ProtocolMismatch(EngineLost):
     """The engine speaks a version of the wire that we don't."""
 
 
-class AdapterFile(NamedTuple):
-    """A canonical adapter file on the gateway's disk; ``sha256`` in hex is that of the whole file."""
-
-    path: Path
-    sha256: str
-    size_bytes: int
-
-
 OnRecord: TypeAlias = Callable[[wire.Record], Awaitable[None]]
-AdapterSource: TypeAlias = Callable[[str], Awaitable[AdapterFile | None]]
 
 
 class EngineClient:
@@ -64,7 +54,7 @@ class EngineClient:
         self.welcome: wire.Welcome | None = None
         self._hello = wire.Hello(peer, role, wire.PROTOCOL_VERSION, want_tokenizer)
         self._on_record = on_record
-        self._adapter_source = adapter_source
+        self._supply = AdapterSupply(adapter_source)
         self._connection: Connection | None = None
         self._mismatch: str = ""
         self._changed = asyncio.Event()
@@ -75,7 +65,6 @@ class EngineClient:
         self._failed_record = 0  # 0 = none; of this delivery nothing behind it is taken
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
-        self._sending = asyncio.Semaphore(MAX_ADAPTERS_SENT_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -227,7 +216,7 @@ class EngineClient:
             case wire.AdapterWanted():
                 name = f"adapter {message.adapter_key}"
                 if name not in self._tasks:
-                    self._spawn(name, self._give_adapter(connection, message.adapter_key))
+                    self._spawn(name, self._supply.give(connection, message.adapter_key))
 
     def _welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
         if welcome.version not in wire.ACCEPTED_VERSIONS:
@@ -277,45 +266,7 @@ class EngineClient:
             logger.exception("record %d was not taken; it will come again", record.number)
             self._failed_record = record.number
 
-    async def _give_adapter(self, connection: Connection, key: str) -> None:
-        try:
-            async with self._sending:
-                file = None if self._adapter_source is None else await self._adapter_source(key)
-                if file is None:
-                    raise _CannotGive("adapter_unavailable", "the adapter was deleted")
-                await _send_adapter(connection, key, file)
-        except EngineLost:
-            return
-        except _CannotGive as refusal:
-            logger.warning("adapter %.12s can't be given: %s", key, refusal)
-            connection.send(wire.AdapterUnavailable(key, refusal.code, str(refusal)))
-        except Exception as error:
-            logger.error("adapter %.12s can't be given: %s", key, type(error).__name__)
-            connection.send(wire.AdapterUnavailable(key, "adapter_delayed", "the adapter's store does not answer"))
-
     def _spawn(self, name: str, coroutine) -> None:
         task = asyncio.create_task(coroutine, name=f"engine client {name}")
         self._tasks[name] = task
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
-
-
-class _CannotGive(Exception):
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-async def _send_adapter(connection: Connection, key: str, file: AdapterFile) -> None:
-    """The file in chunks, each sent when the engine has taken most of what came before. Raises OSError, _CannotGive."""
-    try:
-        source = await asyncio.to_thread(file.path.open, "rb")
-    except FileNotFoundError:
-        raise _CannotGive("adapter_corrupt", "the adapter's file is gone: upload it again") from None
-    with source:
-        for offset in range(0, file.size_bytes, wire.ADAPTER_CHUNK_BYTES):
-            num_bytes = min(wire.ADAPTER_CHUNK_BYTES, file.size_bytes - offset)
-            data = await asyncio.to_thread(source.read, num_bytes)
-            if len(data) != num_bytes:
-                raise _CannotGive("adapter_corrupt", "the adapter's file is damaged: upload it again")
-            await connection.writable()
-            connection.send(wire.AdapterChunk(key, offset, file.size_bytes, file.sha256, data))

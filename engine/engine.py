@@ -303,7 +303,8 @@ class Engine:
             self._unstarted.discard(request.request_id)
 
     def _clear_slots(self) -> None:
-        for key in [key for key in self._forgotten if not self.scheduler.uses(key)]:
+        waiting = self.scheduler.waiting.num_of_adapter
+        for key in [key for key in self._forgotten if key not in waiting and not self.adapters.is_pinned(key)]:
             self._forgotten.discard(key)
             self.adapters.forget(key)
         for slot in self.adapters.take_clears():

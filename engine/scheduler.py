@@ -12,8 +12,6 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import CLASS_RANK, PENDING, Sequence, SequenceStatus
 from engine.waiting import WaitingRoom
 
-MAX_LOADS_PER_STEP = 1  # moving an adapter into its slot holds up everybody's tokens: a storm of them comes in turns
-
 
 class Chunk(Struct, frozen=True):
     """What one sequence computes in a step: positions ``start`` .. ``start + num_tokens``.
@@ -71,7 +69,6 @@ class _Draft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.num_loads = 0
         self.chunks: list[Chunk] = []
         self.preempted: list[Sequence] = []
         self.exhausted: list[Sequence] = []
@@ -130,10 +127,6 @@ class Scheduler:
         sequence.drop_pending()
         sequence.status = SequenceStatus.FINISHED
         self.waiting.free_followers(sequence)
-
-    def uses(self, adapter_key: str) -> bool:
-        """Whether any unfinished sequence is that adapter's."""
-        return adapter_key in self.waiting.num_of_adapter or self.adapters.is_pinned(adapter_key)
 
     def schedule(self) -> StepPlan:
         """The next step: decodes, then prefill of what runs, then whose turn it is. Takes blocks and slots;
@@ -258,14 +251,10 @@ class Scheduler:
         key, num_blocks = sequence.adapter_key, self._num_blocks(sequence)
         if key and not (self.adapters.is_resident(key) and self.adapters.has_room(key)):
             return False
-        loads = bool(key) and not self.adapters.is_loaded(key)
-        if loads and draft.num_loads >= MAX_LOADS_PER_STEP:
-            return False
         found = self.cache.match(sequence)
         needed = num_blocks - len(found) + self.pool.num_idle(found)
         if needed + len(self.running) > self.pool.num_available:  # each running one's next block is kept for it
             return False
-        draft.num_loads += loads
         self._start(sequence, found, num_blocks)
         self._plan_prefill(sequence, draft)
         return True

@@ -18,6 +18,7 @@ def pool_with(num_slots: int, *keys: str) -> AdapterPool:
 def test_an_adapter_in_use_is_never_replaced():
     pool = pool_with(1, "a", "b")
     slot, generation = pool.acquire("a")
+    pool.take_loads()
 
     assert not pool.has_room("b")
     assert pool.has_room("a")

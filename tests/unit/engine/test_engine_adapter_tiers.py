@@ -299,7 +299,7 @@ def test_chunks_that_do_not_make_their_file_are_refused(tmp_path, chunk):
                     client._connection.send(chunk)
                     await asyncio.Event().wait()
 
-                client._adapter_source = bad
+                client._supply._source = bad
                 stream = client.submit(with_adapter("r1"))
                 assert (await collect(stream))[1].error_code == "adapter_corrupt"
             assert list((tmp_path / "adapters").glob("*.tnr")) == []
