@@ -1,7 +1,7 @@
 """Which adapter sits in which slot, and which host copies are kept. Decides only; the engine moves the weights."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Protocol
 
 from msgspec import Struct
@@ -105,6 +105,7 @@ class AdapterPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._loads: list[SlotLoad] = []
         self._clears: list[int] = []
+        self._retired: set[str] = set()
 
     @property
     def num_slots(self) -> int:
@@ -127,12 +128,7 @@ class AdapterPool:
         index = self._slot_of.get(key)
         return (index is not None and not self._slots[index].doomed) or key in self.host
 
-    def is_pinned(self, key: str) -> bool:
-        """A running sequence uses it."""
-        index = self._slot_of.get(key)
-        return index is not None and self._slots[index].pins > 0
-
-    def residency(self, keys: list[str] | None) -> dict[str, list[Tier]]:
+    def residency(self, keys: list[str] | None = None) -> dict[str, list[Tier]]:
         """Of these keys (None: of all) those that are in a slot or in host memory, with their tiers."""
         found: dict[str, list[Tier]] = {}
         for key in {*self._slot_of, *self.host} if keys is None else keys:
@@ -183,6 +179,17 @@ class AdapterPool:
             del self._idle[index]
             self._clear(index)
 
+    def retire(self, key: str) -> None:
+        """Deleted: nobody could bring it again, so it is kept for those who use it, and forgotten with the last."""
+        self._retired.add(key)
+        self.host.keep(key)
+
+    def drop_retired(self, waiting: Container[str]) -> None:
+        """Forgets the retired that no running sequence uses and that are not among those waited for."""
+        for key in [key for key in self._retired if key not in waiting and not self._is_pinned(key)]:
+            self._retired.discard(key)
+            self.forget(key)
+
     def take_loads(self) -> list[SlotLoad]:
         loads, self._loads = self._loads, []
         return loads
@@ -201,6 +208,10 @@ class AdapterPool:
             assert not slot.key or self._slot_of[slot.key] == index
         assert len(self._slot_of) == self.num_slots - self.num_free
         self.host.check_invariants()
+
+    def _is_pinned(self, key: str) -> bool:
+        index = self._slot_of.get(key)
+        return index is not None and self._slots[index].pins > 0
 
     def _place(self, key: str) -> int:
         weights = self.host.get(key)

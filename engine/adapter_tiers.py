@@ -16,7 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from engine import wire
+from engine.stats import RESIDENT_FAMILY
 from engine.weights.adapter import AdapterWeights, read_adapter
 from engine.weights.errors import CorruptAdapter
 
@@ -68,9 +71,6 @@ class DiskTier:
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._files
-
     def find(self, key: str) -> tuple[Path, str] | None:
         """The file and the hash that its bytes must have; not read, so not checked."""
         if key not in self._files:
@@ -101,6 +101,13 @@ class DiskTier:
             self.num_bytes -= size_bytes
             path.unlink(missing_ok=True)
 
+    def join(self, tiers: dict[str, list[wire.Tier]], keys: list[str] | None) -> dict[str, list[wire.Tier]]:
+        """Those of faster tiers, with ours behind them for each of these keys (None: for every file)."""
+        joined = {key: list(faster) for key, faster in tiers.items()}
+        for key in self._files if keys is None else filter(self._files.__contains__, keys):
+            joined.setdefault(key, []).append("disk")
+        return joined
+
     def shed(self) -> None:
         """The disk is full: the less recently used half goes, so that the next adapter finds room."""
         for key in list(self._files)[: (len(self) + 1) // 2]:
@@ -112,6 +119,15 @@ class DiskTier:
         self.num_bytes += size_bytes
         while self.num_bytes > self._max_bytes and len(self._files) > 1:
             self.remove(next(iter(self._files)))
+
+
+def with_disk_tier(families: list[wire.Family], disk: DiskTier) -> list[wire.Family]:
+    """The engine's families; the disk tier's adapters are one more sample of one of them."""
+    here = ("", {"tier": "disk"}, float(len(disk)))
+    return [
+        replace(family, samples=[*family.samples, here]) if family.name == RESIDENT_FAMILY else family
+        for family in families
+    ]
 
 
 def _files_of(folder: Path) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
 from engine.experts import ExpertLoad
 from engine.flight import Flight, StepHandle
-from engine.intake import ModelInfo, make_sequences, read_prompts
+from engine.intake import Grammar, ModelInfo, make_sequences, read_prompts
 from engine.outbox import Outbox
 from engine.scheduler import NOTHING, ChunkResult, Scheduler, StepPlan
 from engine.sequence import Request, Sequence, SequenceStatus
@@ -86,7 +86,6 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._unstarted: set[str] = set()
         self._num_sequences = 0
-        self._forgotten: set[str] = set()  # deleted versions that somebody uses still
         self._flight: Flight | None = None
         self._landed_ns = 0
         self._outbox = Outbox(config.context_tokens, runner.model_info.eos_token_ids)
@@ -108,10 +107,13 @@ class Engine:
 
     # ── between steps ────────────────────────────────────────────────────────────────────────────
 
-    def add(self, submit: wire.Submit) -> None:
-        """Raises Busy, TooLong or InvalidRequest; nothing of the request is kept then."""
+    def add(self, submit: wire.Submit, grammar: Grammar | None = None) -> None:
+        """``grammar`` is the submit's, compiled. Raises Busy, TooLong or InvalidRequest; nothing of the request is kept
+        then."""
         if submit.request_id in self._requests:
             raise InvalidRequest("this request id is in use")
+        if bool(submit.sampling.grammar) != (grammar is not None):
+            raise InvalidRequest("a grammar comes compiled, or not at all")
         prompts = read_prompts(submit, self.config, self._runner.model_info)
         num_tokens = submit.num_choices * sum(map(len, prompts))
         full = len(self._unstarted) >= self.config.max_waiting_requests
@@ -119,6 +121,8 @@ class Engine:
             raise Busy("the waiting queue is full")
         request = Request(submit, self._clock())
         request.sequences = make_sequences(request, prompts, self._num_sequences, self._seed_source)
+        for sequence in request.sequences if grammar else ():
+            sequence.matcher = grammar.matcher()
         request.num_unfinished = len(request.sequences)
         self._num_sequences += len(request.sequences)
         self._requests[submit.request_id] = request
@@ -140,7 +144,6 @@ class Engine:
 
     def adapter_ready(self, key: str, weights: HostWeights) -> None:
         """A host copy has come; who waits for it gets its turn."""
-        self._forgotten.discard(key)
         self.adapters.host.put(key, weights)
         self.scheduler.waiting.adapter_ready(key)
 
@@ -152,13 +155,8 @@ class Engine:
     def forget_adapter(self, key: str) -> None:
         """A deleted version: gone from host memory and its slot with the last sequence that was here before, running,
         queued or preempted."""
-        self._forgotten.add(key)
-        self.adapters.host.keep(key)
+        self.adapters.retire(key)
         self._clear_slots()
-
-    def residency(self, keys: list[str] | None = None) -> dict[str, list[wire.Tier]]:
-        """Which of these adapters (None: of all) are in a slot and in host memory."""
-        return self.adapters.residency(keys)
 
     def check_invariants(self) -> None:
         """Asserts what holds between steps."""
@@ -261,7 +259,9 @@ class Engine:
                 continue
             if sequence.sampling.prompt_logprobs >= 0 and sequence.is_leader:
                 self._outbox.add_scores(chunk, result)
-            if chunk.samples:
+            if chunk.samples and sequence.matcher is not None and sequence.matcher.failure:
+                self._end(sequence, "length")  # without the token: no mask stood before it
+            elif chunk.samples:
                 reason = self._outbox.add_token(chunk, result, now_ns)
                 if reason:
                     self.scheduler.finish(sequence)
@@ -303,9 +303,6 @@ class Engine:
             self._unstarted.discard(request.request_id)
 
     def _clear_slots(self) -> None:
-        waiting = self.scheduler.waiting.num_of_adapter
-        for key in [key for key in self._forgotten if key not in waiting and not self.adapters.is_pinned(key)]:
-            self._forgotten.discard(key)
-            self.adapters.forget(key)
+        self.adapters.drop_retired(self.scheduler.waiting.num_of_adapter)
         for slot in self.adapters.take_clears():
             self._runner.clear_slot(slot)

@@ -364,7 +364,7 @@ def test_whoever_was_there_before_the_deletion_finishes_even_after_giving_way():
     assert {name: outcome.reasons for name, outcome in driver.outcomes.items()} == {
         name: {0: "length"} for name in ("r0", "r1", "r2", "other")
     }
-    assert engine.residency(["adapter-a", "adapter-b"]) == {"adapter-b": ["device", "cpu"]}
+    assert engine.adapters.residency(["adapter-a", "adapter-b"]) == {"adapter-b": ["device", "cpu"]}
     assert [weights.key for weights in runner.slots if weights] == ["adapter-b"]
 
 
@@ -372,11 +372,11 @@ def test_a_deleted_adapter_that_nobody_uses_is_gone_from_every_memory_at_once():
     engine, runner, driver = start()
     driver.add(submit("r", PROMPT, 2, adapter_key="adapter-a"))
     driver.run()
-    assert engine.residency() == {"adapter-a": ["device", "cpu"]}
+    assert engine.adapters.residency() == {"adapter-a": ["device", "cpu"]}
 
     engine.forget_adapter("adapter-a")
 
-    assert engine.residency() == {}
+    assert engine.adapters.residency() == {}
     assert runner.slots == [None] * 8
 
 
