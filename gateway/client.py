@@ -61,6 +61,15 @@ class Api:
         hint = " Is the key of this server?" if answer.status_code == 401 else ""
         raise ApiFailed(message + hint, answer.status_code)
 
+    def every(self, path: str, params: dict[str, Any]) -> list[Any]:
+        """The items of all pages of a list."""
+        page = self.call("GET", path, params=params)
+        items = page["data"]
+        while page["next_page"]:
+            page = self.call("GET", path, params=params | {"page": page["next_page"]})
+            items += page["data"]
+        return items
+
 
 def _object(answer: httpx.Response) -> Answer:
     try:
