@@ -153,8 +153,9 @@ class Engine:
             self._fail(sequence.request, code, message)
 
     def forget_adapter(self, key: str) -> None:
-        """A deleted version: gone from host memory now, from its slot with its last running sequence."""
-        self.adapters.forget(key)
+        """A deleted version: gone from host memory and its slot with the last sequence that was here before, running,
+        queued or preempted."""
+        self.adapters.retire(key)
         self._clear_slots()
 
     def check_invariants(self) -> None:
@@ -302,5 +303,6 @@ class Engine:
             self._unstarted.discard(request.request_id)
 
     def _clear_slots(self) -> None:
+        self.adapters.drop_retired(self.scheduler.waiting.num_of_adapter)
         for slot in self.adapters.take_clears():
             self._runner.clear_slot(slot)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import wire
-from engine.adapter_tiers import AdapterTiers, DiskTier
+from engine.adapter_tiers import AdapterTiers, DiskTier, with_disk_tier
 from engine.connection import Connection
 from engine.engine import Engine
 from engine.grammar import Compiler
@@ -53,6 +53,7 @@ class Server:
         self._identity = identity
         self._engine = engine
         self._connections: set[Connection] = set()
+        self._disk = disk
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._steps = StepThread(engine, self._deliver, self._break)
@@ -141,8 +142,13 @@ class Server:
     def received(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.StatsRequest):
             self._steps.stats(lambda families: self._send_stats(connection, message.seq, families))
+        elif isinstance(message, wire.ResidencyRequest):
+            self._steps.ask(
+                lambda: self._engine.adapters.residency(message.keys),
+                lambda tiers: connection.send(wire.ResidencyReply(message.seq, self._disk.join(tiers, message.keys))),
+            )
         elif not connection.is_gateway:
-            raise wire.WireError("an observer may only ask for stats")
+            raise wire.WireError("an observer may only ask")
         else:
             self._received_of_gateway(connection, message)
 
@@ -245,7 +251,8 @@ class Server:
     # ── the process ──────────────────────────────────────────────────────────────────────────────
 
     def _send_stats(self, connection: Connection, seq: int, families: list[wire.Family]) -> None:
-        connection.send(wire.StatsReply(seq, [*families, *self._gate.families(), *self._own_families()]))
+        told = [*with_disk_tier(families, self._disk), *self._gate.families(), *self._own_families()]
+        connection.send(wire.StatsReply(seq, told))
 
     def _own_families(self) -> list[wire.Family]:
         gauges = (

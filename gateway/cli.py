@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from gateway.client import Answer, Api, ApiFailed, adapter_files
+from gateway.client import Answer, Api, ApiFailed, adapter_bytes, progress, push_adapter
 from gateway.settings import CannotStart, Settings, default_database, serve_options
 
 
@@ -331,15 +331,13 @@ def adapter() -> None:
 @tenant_options
 def adapter_push(folder: Path, name: str | None, base_model: str, expected_version: int | None, **common: Any) -> None:
     """Upload FOLDER (adapter_config.json, adapter_model.safetensors) as the next version."""
-    fields = {"name": name or folder.resolve().name, "base_model": base_model}
-    if expected_version is not None:
-        fields["expected_version"] = str(expected_version)
+    api, name = Api(common["url"], common["api_key"]), name or folder.resolve().name
     try:
-        files = adapter_files(folder)
+        with progress(f"sending {name}", adapter_bytes(folder)) as sent:
+            answer = push_adapter(api, folder, name, base_model, expected_version, sent)
     except OSError as error:
         raise Failed(f"{error.filename} can't be read: FOLDER is what PEFT's save_pretrained writes") from error
-    api = Api(common["url"], common["api_key"])
-    show(api.call("POST", "/adapters", data=fields, files=files), common["as_json"], ADAPTER)
+    show(answer, common["as_json"], ADAPTER)
 
 
 @adapter.command("list")
@@ -367,15 +365,19 @@ def report() -> None:
 @click.option("--start-time", type=int, required=True, help="Unix seconds, inclusive.")
 @click.option("--end-time", type=int, help="Unix seconds, exclusive.  [default: now]")
 @click.option("--bucket-width", type=click.Choice(["1m", "1h", "1d"]), default="1d", show_default=True)
-@click.option("--group-by", multiple=True, help="model, api_key_id, project_id. Repeatable.")
+@click.option("--group-by", multiple=True, help="model, api_key_id, service_tier, …  Repeatable.")
 @tenant_options
 def report_usage(url: str, api_key: str, as_json: bool, **query: Any) -> None:
     """Tokens and requests by time."""
     wanted = {name: value for name, value in query.items() if value not in (None, ())}
-    answer = Api(url, api_key).call("GET", "/organization/usage/completions", params=wanted)
-    rows = [row | {"start_time": bucket["start_time"]} for bucket in answer["data"] for row in bucket["results"]]
+    buckets = Api(url, api_key).every("/organization/usage/completions", wanted)
+    rows = [row | {"start_time": bucket["start_time"]} for bucket in buckets for row in bucket["results"]]
     columns = ("start_time", "model", "input_tokens", "input_cached_tokens", "output_tokens", "num_model_requests")
-    show(answer if as_json else {"data": rows}, as_json, {name: name.upper() for name in columns})
+    show(
+        {"object": "page", "data": buckets} if as_json else {"data": rows},
+        as_json,
+        {name: name.upper() for name in columns},
+    )
 
 
 def start_logging(level: str) -> None:

@@ -62,6 +62,7 @@ ENGINE_CODES: dict[str, str | None] = {
     "invalid": None,
     "invalid_grammar": None,
     "adapter_corrupt": "adapter_corrupt",
+    "adapter_delayed": "overloaded",
     "adapter_unavailable": "adapter_unavailable",
     "invalid_adapter": "invalid_adapter",
 }

@@ -13,6 +13,7 @@ from gateway.targets import Targets
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Principal
+from tenants.staged_uploads import StagedUploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Parts:
     adapters: Adapters
     database: Database
     blobs: BlobStore
+    uploads: StagedUploads
     started_unix_s: int
 
 

@@ -195,7 +195,7 @@ class Machines(Controller):
     @get("/engines", guards=[needs("read")])
     async def engines(self, state: State) -> Body:
         await state.fleet.pull()
-        return _list(state.fleet.engines())
+        return _list(await state.fleet.engines())
 
 
 class Money(Controller):
