@@ -29,6 +29,7 @@ from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
 from gateway.dispatch import Dispatch, Flight
+from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
 from gateway.limiter import Limiter
 from gateway.memory import give_back, keep_small
@@ -89,9 +90,11 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
         admission = await _started(stack, Admission(await _started(stack, limiter)))
         idempotency = await _started(stack, Idempotency(database, secrets))
+        grammars = GrammarCheck()
+        stack.push_async_callback(grammars.close)
         dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card)
         yield Parts(
-            pipeline=Pipeline(directory, Reader(targets), idempotency, admission, dispatch, telemetry),
+            pipeline=Pipeline(directory, Reader(targets, grammars), idempotency, admission, dispatch, telemetry),
             catalog=catalog,
             targets=targets,
             adapters=Adapters(catalog, targets, database, blobs),
