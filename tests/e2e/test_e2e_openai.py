@@ -17,9 +17,7 @@ def test_one_key_is_one_answer_and_one_bill_whichever_gateway_is_asked(tiny: Ser
             http.post("/chat/completions", json=ASK, headers={"Idempotency-Key": "k", "Connection": "close"})
             for _ in range(8)
         ]
-        streamed = [
-            eventually(lambda: (found := _streamed(http)).status_code == 200 and found) for _ in range(2)
-        ]
+        streamed = [eventually(lambda: (found := _streamed(http)).status_code == 200 and found) for _ in range(2)]
         receipts = {answer.headers["x-request-id"] for answer in (*answers, *streamed)}
 
         def requests() -> int:
@@ -54,9 +52,9 @@ def test_the_stock_client_reads_a_padded_stream_and_the_best_of_several(tiny: Se
 
 def test_the_stock_client_raises_what_openais_errors_raise(tiny: Served):
     client = tiny.client()
+    client.chat.completions.create(**ASK, extra_headers={"Idempotency-Key": "m"})
     with pytest.raises(openai.UnprocessableEntityError) as mismatch:
-        for max_tokens in (1, 2):
-            client.chat.completions.create(**ASK | {"max_tokens": max_tokens}, extra_headers={"Idempotency-Key": "m"})
+        client.chat.completions.create(**ASK | {"max_tokens": 2}, extra_headers={"Idempotency-Key": "m"})
     with pytest.raises(openai.BadRequestError) as suffix:
         client.completions.create(model="tiny", prompt="x", suffix="y")
 
