@@ -1,18 +1,18 @@
 """The public API as a Litestar app over the parts of a running gateway."""
 
 import logging
-from typing import Any
 
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.types import ASGIApp
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.call import named
+from gateway.call import call_of, named
 from gateway.errors import ApiError, as_api_error
+from gateway.methods import without_options
 from gateway.parts import Parts
-from gateway.routes import adapters, completions, health, models, requests, usage
+from gateway.routes import adapters, completions, health, models, openapi, requests, usage
 
 _log = logging.getLogger("gateway.app")
 
@@ -27,6 +27,7 @@ def build_app(parts: Parts) -> ASGIApp:
             *requests.handlers,
             *usage.handlers,
             *health.handlers,
+            *openapi.handlers,
         ],
         exception_handlers={
             ApiError: _api_error,
@@ -38,33 +39,20 @@ def build_app(parts: Parts) -> ASGIApp:
         logging_config=None,
         openapi_config=None,
     )
-    return named(_without_options(app))
+    return named(without_options(app))
 
 
-def _without_options(app: Any) -> ASGIApp:
-    """The framework answers OPTIONS by itself, without a key; this API has no such method."""
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] in ("OPTIONS", "TRACE"):
-            error = ApiError(f"The method {scope['method']} is not allowed here.", code="method_not_allowed")
-            response = _api_error(None, error).to_asgi_response(app=None, request=Request(scope))
-            await response(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return serve
-
-
-def _api_error(_: Request | None, error: ApiError) -> Response:
+def _api_error(_: Request, error: ApiError) -> Response:
     return Response(error.body(), status_code=error.status, headers=error.response_headers())
 
 
 def _framework_error(request: Request, error: HTTPException) -> Response:
+    method = call_of(request.scope).scope["method"]
     if isinstance(error, NotFoundException):
-        told = ApiError(f"Unknown request URL: {request.method} {request.url.path}.", code="not_found")
+        told = ApiError(f"Unknown request URL: {method} {request.url.path}.", code="not_found")
     elif isinstance(error, MethodNotAllowedException):
         methods = set((error.headers or {}).get("allow", "").split(", ")) - {"", "OPTIONS"}
-        told = ApiError(f"The method {request.method} is not allowed here.", code="method_not_allowed")
+        told = ApiError(f"The method {method} is not allowed here.", code="method_not_allowed")
         told.headers["allow"] = ", ".join(sorted(methods))
     elif error.status_code == 413:
         told = ApiError("The request body is too large.", code="payload_too_large")
