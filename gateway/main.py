@@ -74,7 +74,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
         settlement = Settlement(
-            database, directory, secrets.context_key, lambda reason: metrics.unbooked.labels(reason).inc()
+            database, directory, secrets.every_context_key, lambda reason: metrics.unbooked.labels(reason).inc()
         )
         await _started(stack, settlement)
         catalog = Catalog()

@@ -124,12 +124,13 @@ def test_an_unknown_time_zone_is_refused(with_database, zone):
     with_database(body)
 
 
-def test_a_key_is_found_by_its_own_tenant_only(with_database):
+def test_a_key_is_found_by_its_own_tenant_only(with_database, secrets):
     async def body(database):
         acme, blackbeard = await two_tenants(database)
-        minted = keys.mint("live")
+        new = keys.issue("live", secrets)
+        minted = new.minted
         async with database.transaction() as session:
-            await KeyRepository(session).create(acme, minted, b"d" * 32, name="ci")
+            await KeyRepository(session).create(acme, new, name="ci")
         async with database.transaction() as session:
             repository = KeyRepository(session)
             assert (await repository.get(acme, minted.key_id)).name == "ci"
@@ -140,7 +141,7 @@ def test_a_key_is_found_by_its_own_tenant_only(with_database):
             for attempt in (
                 repository.revoke(blackbeard, minted.key_id),
                 repository.set_limits(blackbeard, minted.key_id, {"tokens_per_minute": 1}),
-                repository.create("ten_nobody", keys.mint("live"), b"d" * 32),
+                repository.create("ten_nobody", keys.issue("live", secrets)),
             ):
                 with pytest.raises(NotFound):
                     await attempt
@@ -152,14 +153,13 @@ def test_a_key_is_found_by_its_own_tenant_only(with_database):
 def test_only_the_digest_of_a_key_is_stored(with_database, secrets):
     async def body(database):
         acme, _ = await two_tenants(database)
-        minted = keys.mint("live")
-        digest = keys.digest(minted.text, secrets.key_pepper)
+        new = keys.issue("live", secrets)
         async with database.transaction() as session:
-            await KeyRepository(session).create(acme, minted, digest)
+            await KeyRepository(session).create(acme, new)
         async with database.session() as session:
             (row,) = (await session.exec(select(*ApiKey.__table__.c))).all()
-        assert digest in row
-        secret_part = minted.text[18:38]
+        assert new.digest in row
+        secret_part = new.minted.text[18:38]
         assert not any(secret_part in str(value) or value == secret_part.encode() for value in row)
 
     with_database(body)
@@ -196,7 +196,8 @@ def test_a_transaction_that_raises_leaves_nothing(with_database):
 
 def test_foreign_keys_are_enforced(with_database):
     async def body(database):
-        orphan = ApiKey(key_id="k", tenant_id="ten_none", digest=b"", last4="", created_unix_ns=1, changed_unix_ns=1)
+        names = {"key_id": "k", "tenant_id": "ten_none", "last4": "", "scopes": ["usage"]}
+        orphan = ApiKey(digest=b"", created_unix_ns=1, changed_unix_ns=1, **names)
 
         async def add_an_orphan():
             async with database.transaction() as session:
