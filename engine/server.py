@@ -136,8 +136,11 @@ class Server:
     def received(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.StatsRequest):
             self._steps.stats(lambda families: self._send_stats(connection, message.seq, families))
+        elif isinstance(message, wire.AdapterForget):
+            self._adapters.forget(message.adapter_key)
+            self._steps.post(self._engine.forget_adapter, message.adapter_key)
         elif not connection.is_gateway:
-            raise wire.WireError("an observer may only ask for stats")
+            raise wire.WireError("an observer may only ask for stats and have adapters forgotten")
         else:
             self._received_of_gateway(connection, message)
 
@@ -155,9 +158,6 @@ class Server:
                 self._steps.post(self._engine.abort, message.request_id, message.choice)
             case wire.AdapterChunk() | wire.AdapterUnavailable():
                 self._adapters.receive(connection, message)
-            case wire.AdapterForget():
-                self._adapters.forget(message.adapter_key)
-                self._steps.post(self._engine.forget_adapter, message.adapter_key)
             case wire.Ack():
                 self._records.acked(message)
 

@@ -153,7 +153,8 @@ class Family(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First frame. A gateway serves adapters and receives records; an observer only asks for stats."""
+    """First frame. A gateway serves adapters and receives records; an observer asks for stats, and has
+    deleted adapters forgotten."""
 
     peer: str
     role: Role = "gateway"

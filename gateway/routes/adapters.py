@@ -5,6 +5,7 @@ from typing import Any
 from litestar import Request, Response, delete, get, post
 from litestar.params import FromPath
 
+from gateway.access import needs
 from gateway.call import call_of
 from gateway.parts import parts_of, principal_of
 from gateway.schemas import MAX_BODY_BYTES, Rollback, decode
@@ -12,7 +13,7 @@ from gateway.upload import read_upload
 from tenants.tables import AdapterVersion
 
 
-@post("/v1/adapters", status_code=201, request_max_body_size=None)
+@post("/v1/adapters", status_code=201, request_max_body_size=None, opt=needs("adapters:write"))
 async def upload_adapter(request: Request) -> Response:
     """Reads, checks and publishes within the call: 201 means it can be used."""
     principal, parts, call = principal_of(request), parts_of(request), call_of(request.scope)
@@ -22,26 +23,26 @@ async def upload_adapter(request: Request) -> Response:
     return Response(_version(version), status_code=201)
 
 
-@get("/v1/adapters")
+@get("/v1/adapters", opt=needs("adapters:read"))
 async def list_adapters(request: Request) -> dict[str, Any]:
     versions = await parts_of(request).adapters.current(principal_of(request))
     return {"object": "list", "data": [_version(version) for version in versions]}
 
 
-@get("/v1/adapters/{name:str}")
+@get("/v1/adapters/{name:str}", opt=needs("adapters:read"))
 async def get_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     current, versions = await parts_of(request).adapters.versions(principal_of(request), name)
     return _version(current) | {"versions": [_version(version) for version in versions]}
 
 
-@post("/v1/adapters/{name:str}/rollback", status_code=200)
+@post("/v1/adapters/{name:str}/rollback", status_code=200, opt=needs("adapters:write"))
 async def rollback_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     principal = principal_of(request)
     body = decode(await call_of(request.scope).body(MAX_BODY_BYTES), Rollback)
     return _version(await parts_of(request).adapters.rollback(principal, name, body.version))
 
 
-@delete("/v1/adapters/{name:str}", status_code=200)
+@delete("/v1/adapters/{name:str}", status_code=200, opt=needs("adapters:write"))
 async def delete_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     await parts_of(request).adapters.delete(principal_of(request), name)
     return {"id": name, "object": "adapter", "deleted": True}

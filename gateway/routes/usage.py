@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from litestar import Request, get
 
+from gateway.access import needs
 from gateway.errors import invalid
 from gateway.parts import parts_of, principal_of
 from tenants.errors import InvalidValue
@@ -16,7 +17,7 @@ _MOST = {"1m": 1440, "1h": 168, "1d": 366}  # buckets in one answer
 _GROUPS = ("model", "api_key_id", "project_id")
 
 
-@get("/v1/organization/usage/completions")
+@get("/v1/organization/usage/completions", opt=needs("usage"))
 async def usage_completions(request: Request) -> dict[str, Any]:
     """Days are UTC's. An interval with more buckets than one answer holds is answered from its newest end."""
     principal, parts = principal_of(request), parts_of(request)

@@ -51,7 +51,12 @@ def test_events_are_numbered_from_one_say_who_did_what_and_form_a_chain(with_dat
         async with database.session() as session:
             first, second, third = await AuditLog(session).page(0, 10)
         assert [event.number for event in (first, second, third)] == [1, 2, 3]
-        assert (first.actor, first.actor_key_id, third.actor, third.actor_key_id) == ("Anna", "k123456789", "server", "")
+        assert (first.actor, first.actor_key_id, third.actor, third.actor_key_id) == (
+            "Anna",
+            "k123456789",
+            "server",
+            "",
+        )
         assert (first.before, first.after) == ('{"weight":1}', '{"weight":2}')
         assert [first.prev_hash, second.prev_hash, third.prev_hash] == [NO_HASH, first.hash, second.hash]
         assert await breaches(database) == []
