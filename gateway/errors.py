@@ -39,6 +39,7 @@ TABLE: dict[str | None, Row] = {
     "adapter_corrupt": Row(409, "conflict_error", final=True),
     "adapter_unavailable": Row(409, "conflict_error", final=True),
     "limit_reached": Row(409, "conflict_error", final=True),
+    "last_administrator": Row(409, "conflict_error", final=True),
     "payload_too_large": Row(413, INVALID),
     "unsupported_media_type": Row(415, INVALID),
     "invalid_adapter": Row(422, INVALID),
