@@ -74,6 +74,4 @@ async def check(job: Job, deadline_s: float = DEADLINE_S) -> Checked:
 
 def refusal(reasons: list[str]) -> ApiError:
     """422 with everything that is wrong."""
-    return ApiError(
-        f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", final=True, reasons=tuple(reasons)
-    )
+    return ApiError(f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", reasons=tuple(reasons))

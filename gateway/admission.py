@@ -28,14 +28,10 @@ class Ticket:
     took; until then it counts as never dispatched. ``granted_tokens`` is per choice."""
 
     reservation: Reservation
-    headroom: Headroom
     granted_tokens: int
     used_tokens: int = 0
     kind: SettleKind = "void"
     refused_extension: bool = False
-
-    def rate_limit_headers(self) -> dict[str, str]:
-        return rate_limit_headers(self.headroom)
 
 
 @dataclass(slots=True)
@@ -69,7 +65,7 @@ class Admission:
         """Reserves, and settles at the end, also when the end is a cancellation. Raises ApiError 429 and 503."""
         if self.closed:
             raise ApiError("This server is shutting down.", code="draining")
-        ticket = await self._reserve(_reservation(call, work), work)
+        ticket = await self._reserve(call, work)
         self._tickets[call.request_id] = ticket
         self.idle.clear()
         try:
@@ -98,7 +94,8 @@ class Admission:
         ticket.granted_tokens += EXTEND_TOKENS if granted else 0
         return granted
 
-    async def _reserve(self, reservation: Reservation, work: Work) -> Ticket:
+    async def _reserve(self, call: Call, work: Work) -> Ticket:
+        reservation = _reservation(call, work)
         try:
             verdict = await self.quota.reserve(reservation)
         except BaseException as error:  # also a cancellation: the store may have taken it, or still do so
@@ -109,9 +106,10 @@ class Admission:
             self._note(error)
             raise ApiError("The rate limiter does not answer; try again.", code="store_unavailable") from None
         self._note(None)
+        call.headers |= rate_limit_headers(verdict.headroom)
         if isinstance(verdict, Refused):
             raise _rate_limited(verdict, reservation.tokens)
-        return Ticket(reservation, verdict.headroom, work.granted_tokens)
+        return Ticket(reservation, work.granted_tokens)
 
     async def _settle(self, ticket: Ticket) -> None:
         try:
@@ -183,13 +181,7 @@ def _rate_limited(refused: Refused, asked_tokens: int) -> ApiError:
         message = f"The request of {asked_tokens} tokens is larger than {whose} limit of {limit}; make it smaller."
     else:
         message += f" Try again in {refused.retry_after_ms / 1000:.3g} s."
-    return ApiError(
-        message,
-        code="rate_limit_exceeded",
-        retry_ms=refused.retry_after_ms,
-        final=refused.retry_after_ms is None,
-        headers=rate_limit_headers(refused.headroom),
-    )
+    return ApiError(message, code="rate_limit_exceeded", retry_ms=refused.retry_after_ms)
 
 
 def rate_limit_headers(headroom: Headroom) -> dict[str, str]:

@@ -59,7 +59,9 @@ def _framework_error(request: Request, error: HTTPException) -> Response:
     if isinstance(error, NotFoundException):
         told = ApiError(f"Unknown request URL: {request.method} {request.url.path}.", code="not_found")
     elif isinstance(error, MethodNotAllowedException):
+        methods = set((error.headers or {}).get("allow", "").split(", ")) - {"", "OPTIONS"}
         told = ApiError(f"The method {request.method} is not allowed here.", code="method_not_allowed")
+        told.headers["allow"] = ", ".join(sorted(methods))
     elif error.status_code == 413:
         told = ApiError("The request body is too large.", code="payload_too_large")
     elif error.status_code < 500:

@@ -31,8 +31,9 @@ def new_request_id() -> str:
 class Call:
     """``read_ns`` is when the body was fully read (monotonic): where a request's total begins.
 
-    ``answering`` says that the status line has been sent. ``label`` is the caller's own X-Request-ID, '' when
-    absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without one the trace begins here.
+    ``answering`` says that the status line has been sent. ``label`` is the caller's own X-Request-ID (or
+    X-Client-Request-ID), '' when absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without
+    one the trace begins here. ``headers`` go with the answer, whatever it will be.
     """
 
     scope: Scope
@@ -49,11 +50,12 @@ class Call:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     on_gone: Callable[[], None] | None = None
     answering: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
         call = cls(scope, receive, send)
-        label = call.header(b"x-request-id") or ""
+        label = call.header(b"x-request-id") or call.header(b"x-client-request-id") or ""
         call.label = label if _LABEL.fullmatch(label) else ""
         trace = _TRACEPARENT.fullmatch(call.header(b"traceparent") or "")
         if trace:
@@ -153,7 +155,7 @@ def call_of(scope: Scope) -> Call:
 
 
 def named(app: Any, observe: Callable[[Call, int], None] | None = None) -> Any:
-    """Wraps an ASGI app: each HTTP request gets a Call, each answer its ``x-request-id`` and times."""
+    """Wraps an ASGI app: each HTTP request gets a Call, each answer its ``x-request-id``, times, and ``headers``."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -176,7 +178,7 @@ def named(app: Any, observe: Callable[[Call, int], None] | None = None) -> Any:
 
 def _names(call: Call) -> list[tuple[bytes, bytes]]:
     elapsed_ms = (time.monotonic_ns() - call.started_ns) // 1_000_000
-    headers = [(b"x-request-id", call.request_id.encode()), (b"openai-processing-ms", str(elapsed_ms).encode())]
+    names = {"x-request-id": call.request_id, "openai-processing-ms": str(elapsed_ms)}
     if call.label:
-        headers.append((b"x-client-request-id", call.label.encode()))
-    return headers
+        names["x-client-request-id"] = call.label
+    return [(name.encode(), value.encode()) for name, value in (names | call.headers).items()]

@@ -18,7 +18,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import ApiError, invalid
-from gateway.schemas import Message
+from gateway.schemas import Message, Part
 from gateway.tokenizer import ModelTokenizer
 
 MAX_RENDERED_CHARS = 16 << 20  # a template may repeat what it is given; nothing sane comes near
@@ -31,6 +31,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: dict[str, str], tokenizer: ModelTokenizer) -> None:
         self._template = _environment().from_string(source)
         self._tokens = tokens
+        self._knows_calls = "tool_calls" in source
         self._tokenizer = tokenizer
         self._control = _alternatives(tokenizer.control)
         self._marks = _mark_finder(tokenizer)
@@ -41,6 +42,8 @@ class ChatTemplate:
         Raises ApiError 400 for messages that the template refuses.
         """
         plain = [_plain(message, i) for i, message in enumerate(messages)]
+        if not self._knows_calls:
+            plain = list(map(_with_calls_as_text, plain))
         mark = _unused_mark(plain)
         marked = _map_strings(plain, lambda text: self._marks.sub(lambda m: m[1] or m[0] + mark, text))
         return list(self._encode(self._render(marked), mark))
@@ -98,6 +101,15 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     return result
 
 
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """For templates that pass over tool calls: they follow the content, in the words of most models with tools."""
+    if "tool_calls" not in message:
+        return message
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+    texts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    return message | {"content": "\n".join(filter(None, texts))}
+
+
 def _content(message: Message, index: int) -> str:
     where = f"messages[{index}].content"
     if isinstance(message.content, str):
@@ -106,12 +118,17 @@ def _content(message: Message, index: int) -> str:
         if message.role == "assistant":
             return ""
         raise invalid(f"Invalid value for '{where}': it is required for the role '{message.role}'.", where)
-    for i, part in enumerate(message.content):
-        if part.type != "text":
-            raise invalid(f"Content of type '{part.type[:64]}' is not supported by this model.", f"{where}[{i}].type")
-        if part.text is None:
-            raise invalid(f"Invalid value for '{where}[{i}].text': it is required.", f"{where}[{i}].text")
-    return "".join(part.text or "" for part in message.content)
+    return "".join(_part(part, message.role, f"{where}[{i}]") for i, part in enumerate(message.content))
+
+
+def _part(part: Part, role: str, where: str) -> str:
+    """The text of a part of a message's content."""
+    if part.type != "text" and (part.type, role) != ("refusal", "assistant"):
+        raise invalid(f"Content of type '{part.type[:64]}' is not supported by this model.", f"{where}.type")
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        raise invalid(f"Invalid value for '{where}.{part.type}': it is required.", f"{where}.{part.type}")
+    return text
 
 
 def _arguments(call: Any) -> Any:

@@ -14,6 +14,7 @@ from engine.client import EngineClient, EngineLost, EngineStream, Event
 from gateway.admission import Admission, Ticket
 from gateway.call import Call
 from gateway.errors import ApiError, from_engine
+from gateway.phases import Phases
 from gateway.work import Work
 from tenants.meter import RequestContext, seal
 from tenants.pricing import RateCard
@@ -231,6 +232,19 @@ class Flight:
         """The key is not valid any more. That is the tenant's doing, as if it had left: what was made is billed."""
         self.interrupt(ApiError("This API key was revoked, or its account suspended.", code="invalid_api_key"))
 
+    def phases(self) -> Phases:
+        """Where the time of a submitted request went, as its ledger has it."""
+        usage = self.usage
+        finished_ns = self.finished_ns or self.ended_ns
+        inside_ns = usage.queue_ns + usage.prefill_ns + usage.decode_ns
+        return Phases(
+            queue=self.submitted_ns - self.call.read_ns + usage.queue_ns,
+            prefill=usage.prefill_ns,
+            decode=usage.decode_ns,
+            network=max(0, finished_ns - self.submitted_ns - inside_ns),
+            post=self.ended_ns - finished_ns,
+        )
+
     def land(self) -> None:
         """The request's last word to its engine, its ledger and its reservation."""
         self.call.on_gone = None
@@ -288,15 +302,13 @@ class Flight:
             self._stream.grant(self.ticket.granted_tokens)
 
     def _close(self) -> wire.Close:
-        usage = self.usage
-        finished_ns = self.finished_ns or self.ended_ns
-        inside = usage.queue_ns + usage.prefill_ns + usage.decode_ns
+        phases = self.phases()
         return wire.Close(
             request_id=f"{self.call.request_id}:{self._attempt}",
             outcome=self.outcome,
             admit_ns=self.submitted_ns - self.call.read_ns,
-            network_ns=max(0, finished_ns - self.submitted_ns - inside),
-            post_ns=self.ended_ns - finished_ns,
+            network_ns=phases.network,
+            post_ns=phases.post,
             first_token_ns=self.first_token_ns,
             surplus_tokens=self.surplus_tokens,
         )

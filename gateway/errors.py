@@ -15,13 +15,12 @@ SERVER = "server_error"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of failure. ``retry_ms``: what Retry-After says unless the error knows better; None = no header.
-    ``final``: waiting does not help, so stock clients are told not to try again."""
+    """One kind of failure. ``retry_ms``: what Retry-After says unless the error knows better; None = waiting does
+    not help, so stock clients are told not to try again."""
 
     status: int
     type: str
     retry_ms: int | None = None
-    final: bool = False
 
 
 TABLE: dict[str | None, Row] = {
@@ -34,18 +33,20 @@ TABLE: dict[str | None, Row] = {
     "model_not_found": Row(404, INVALID),
     "not_found": Row(404, INVALID),
     "method_not_allowed": Row(405, INVALID),
-    "version_conflict": Row(409, "conflict_error", final=True),
-    "name_taken": Row(409, "conflict_error", final=True),
-    "adapter_corrupt": Row(409, "conflict_error", final=True),
-    "adapter_unavailable": Row(409, "conflict_error", final=True),
-    "limit_reached": Row(409, "conflict_error", final=True),
-    "last_administrator": Row(409, "conflict_error", final=True),
+    "version_conflict": Row(409, "conflict_error"),
+    "name_taken": Row(409, "conflict_error"),
+    "adapter_corrupt": Row(409, "conflict_error"),
+    "adapter_unavailable": Row(409, "conflict_error"),
+    "limit_reached": Row(409, "conflict_error"),
+    "last_administrator": Row(409, "conflict_error"),
+    "idempotency_in_flight": Row(409, "conflict_error", retry_ms=1000),
     "payload_too_large": Row(413, INVALID),
     "unsupported_media_type": Row(415, INVALID),
     "invalid_adapter": Row(422, INVALID),
+    "idempotency_mismatch": Row(422, INVALID),
     "rate_limit_exceeded": Row(429, "rate_limit_error"),
     "headers_too_large": Row(431, INVALID),
-    "internal": Row(500, SERVER),
+    "internal": Row(500, SERVER, retry_ms=1000),  # nothing was charged: another try is safe
     "engine_lost": Row(503, SERVER, retry_ms=1000),
     "overloaded": Row(503, SERVER, retry_ms=1000),
     "draining": Row(503, SERVER, retry_ms=1000),
@@ -74,7 +75,6 @@ class ApiError(Exception):
     code: str | None = None
     param: str | None = None
     retry_ms: int | None = None
-    final: bool = False
     reasons: tuple[str, ...] = ()
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -100,15 +100,11 @@ class ApiError(Exception):
 
     def response_headers(self) -> dict[str, str]:
         """Retry-After when waiting helps, ``x-should-retry: false`` when it does not."""
-        row = TABLE[self.code]
-        headers = dict(self.headers)
-        wait_ms = self.retry_ms if self.retry_ms is not None else row.retry_ms
-        if self.final or row.final:
-            headers["x-should-retry"] = "false"
-        elif wait_ms is not None:
-            headers["retry-after"] = str(max(1, -(-wait_ms // 1000)))
-            headers["retry-after-ms"] = str(max(1, wait_ms))
-        return headers
+        wait_ms = TABLE[self.code].retry_ms if self.retry_ms is None else self.retry_ms
+        if wait_ms is None:
+            return self.headers | {"x-should-retry": "false"}
+        seconds = max(1, -(-wait_ms // 1000))
+        return self.headers | {"retry-after": str(seconds), "retry-after-ms": str(max(1, wait_ms))}
 
 
 def sse_error(error: ApiError) -> bytes:

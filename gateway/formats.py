@@ -15,6 +15,7 @@ from gateway.schemas import (
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
+    CompletionDetails,
     ContentLogprob,
     PromptDetails,
     TextChoice,
@@ -31,6 +32,10 @@ _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 class Format(Protocol):
     def chunks(self, index: int, piece: Piece) -> Iterator[Answer]:
         """A piece of one choice as chunks of a stream, in order."""
+        ...
+
+    def blank(self) -> Answer:
+        """A chunk that goes on with no text."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Answer | None:
@@ -97,6 +102,9 @@ class ChatFormat(_Frame):
         if piece.finish_reason:
             yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=piece.finish_reason))
 
+    def blank(self) -> Answer:
+        return self._chunk(ChatChunkChoice(0, ChatDelta(content="")))
+
     def whole(self, choices: dict[int, Piece], usage: Usage) -> Answer:
         bodies = [
             ChatChoice(index, AnswerMessage(piece.text), self._logprobs(piece), piece.finish_reason or "stop")
@@ -116,6 +124,9 @@ class TextFormat(_Frame):
     def chunks(self, index: int, piece: Piece) -> Iterator[Answer]:
         yield self._chunk(self._choice(index, piece))
 
+    def blank(self) -> Answer:
+        return self._chunk(TextChoice(0, ""))
+
     def whole(self, choices: dict[int, Piece], usage: Usage) -> Answer:
         bodies = [self._choice(index, piece) for index, piece in choices.items()]
         return self._answer(self.whole_object, bodies, usage_body(usage))
@@ -127,7 +138,8 @@ class TextFormat(_Frame):
 
 def usage_body(usage: Usage) -> UsageBody:
     total = usage.prompt_tokens + usage.output_tokens
-    return UsageBody(usage.prompt_tokens, usage.output_tokens, total, PromptDetails(usage.cached_tokens))
+    details = PromptDetails(usage.cached_tokens), CompletionDetails()
+    return UsageBody(usage.prompt_tokens, usage.output_tokens, total, *details)
 
 
 def content_logprob(token: ScoredToken, tokenizer: ModelTokenizer) -> ContentLogprob:

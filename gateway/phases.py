@@ -1,9 +1,6 @@
-"""A request's five durations, by the gateway's clock and the engine's."""
+"""A request's five durations: the engine's inside what the gateway's clock framed."""
 
 from dataclasses import dataclass
-
-from gateway.call import Call
-from gateway.dispatch import Flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +16,3 @@ class Phases:
     @property
     def total(self) -> int:
         return self.queue + self.prefill + self.decode + self.network + self.post
-
-
-def phases_of(call: Call, flight: Flight) -> Phases:
-    """As the ledger has them: the engine's durations inside the gateway's clock."""
-    usage = flight.usage
-    finished_ns = flight.finished_ns or flight.ended_ns
-    inside = usage.queue_ns + usage.prefill_ns + usage.decode_ns
-    return Phases(
-        queue=flight.submitted_ns - call.read_ns + usage.queue_ns,
-        prefill=usage.prefill_ns,
-        decode=usage.decode_ns,
-        network=max(0, finished_ns - flight.submitted_ns - inside),
-        post=flight.ended_ns - finished_ns,
-    )

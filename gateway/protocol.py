@@ -9,6 +9,7 @@ import http
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.call import new_request_id
 from gateway.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10  # what one read brings beyond it is let through
@@ -60,6 +61,8 @@ class HttpProtocol(HttpToolsProtocol):
             f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
             "content-type: application/json",
             f"content-length: {len(body)}",
+            *(f"{name}: {value}" for name, value in error.response_headers().items()),
+            f"x-request-id: {new_request_id()}",
             "connection: close",
         )
         self.transport.write("\r\n".join((*lines, "", "")).encode() + body)

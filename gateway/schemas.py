@@ -23,11 +23,12 @@ Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-Tier: TypeAlias = Literal["auto", "default", "flex", "priority"]
+Tier: TypeAlias = Literal["auto", "default", "flex", "priority", "fast"]
 
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class ResponseFormat(Struct, frozen=True):
@@ -37,6 +38,7 @@ class ResponseFormat(Struct, frozen=True):
 class Part(Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -153,11 +155,18 @@ class PromptDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(Struct, frozen=True):
+    """What clients look for there: no model here reasons apart from its answer."""
+
+    reasoning_tokens: int = 0
+
+
 class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class AnswerMessage(Struct, frozen=True):

@@ -1,29 +1,25 @@
-"""From an engine's events to the answer's bytes: one chunk a step and choice, or one whole body."""
+"""From an engine's events to the answer: chunks as the steps bring them, or one whole body."""
 
 import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
 
 from engine import wire
 from gateway.call import Call
-from gateway.choices import Choice, Piece
+from gateway.choices import Choice, Piece, ScoredToken
 from gateway.dispatch import Flight
 from gateway.errors import ApiError, as_api_error, sse_error
 from gateway.formats import Format, format_of
+from gateway.sse import EventStream
 from gateway.work import Work
 
 _log = logging.getLogger("gateway.streaming")
 _encode = msgspec.json.Encoder().encode
-_EVENT, _END = b"data: ", b"\n\n"
-_SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
 _JSON_HEADERS = {"content-type": "application/json"}
 
 
@@ -33,9 +29,9 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
     Raises ApiError as long as nothing was sent; after that the failure is the stream's last event.
     """
     text, form = Text(work), format_of(call, work)
-    answer = Streamed(call, flight, form) if work.style.stream else Whole(call, flight, form)
+    answer = (Streamed if work.style.stream else Whole)(call, work, flight, form)
     try:
-        async with contextlib.aclosing(flight.events()) as batches:
+        async with answer.kept_alive(), contextlib.aclosing(flight.events()) as batches:
             async for batch in batches:
                 pieces = list(text.pieces(batch))
                 for index in text.stopped():
@@ -64,7 +60,8 @@ class Text:
     def __init__(self, work: Work) -> None:
         style = work.style
         self._work = work
-        self._choices = [Choice(work.text.tokenizer, style.stops, style.logprobs) for _ in range(work.total_choices)]
+        scored = style.logprobs or work.is_ranked
+        self._choices = [Choice(work.text.tokenizer, style.stops, scored) for _ in range(work.total_choices)]
         self._unechoed = set(range(work.total_choices)) if style.echo else set()
         self._scores: list[list[wire.TokenLogprobs]] = [[] for _ in work.prompts]
         self._stopped: list[int] = []
@@ -109,57 +106,54 @@ class Text:
 
 
 class Answer(Protocol):
+    def kept_alive(self) -> AbstractAsyncContextManager[None]: ...
     async def add(self, pieces: list[tuple[int, Piece]]) -> None: ...
     async def end(self) -> None: ...
 
 
 class Streamed:
-    """Server-sent events. The status line goes out with the first of them."""
+    """Server-sent events, a chunk for each choice that a step went on with."""
 
-    def __init__(self, call: Call, flight: Flight, form: Format) -> None:
+    def __init__(self, call: Call, work: Work, flight: Flight, form: Format) -> None:
         self._call = call
         self._flight = flight
         self._form = form
+        self._events = EventStream(call, form.blank() if work.style.obfuscate else None)
+        self.kept_alive = self._events.kept_alive
 
     async def add(self, pieces: list[tuple[int, Piece]]) -> None:
-        """One write for all that a step brought."""
         if not pieces:
             return
-        chunks = [chunk for index, piece in pieces for chunk in self._form.chunks(index, piece)]
-        await self._begin()
-        await self._call.write(b"".join(_EVENT + _encode(chunk) + _END for chunk in chunks))
+        await self._events.send([chunk for index, piece in pieces for chunk in self._form.chunks(index, piece)])
         if not self._flight.first_token_ns and any(self._flight.output_tokens):
             self._flight.first_token_ns = time.monotonic_ns() - self._call.read_ns
 
     async def end(self) -> None:
-        await self._begin()
         usage = self._form.usage_chunk(self._flight.usage)
-        data = _EVENT + _encode(usage) + _END if usage is not None else b""
-        await self._call.write(data + b"data: [DONE]\n\n", last=True)
-
-    async def _begin(self) -> None:
-        if not self._call.answering:
-            await self._call.begin(200, _SSE_HEADERS | self._flight.ticket.rate_limit_headers())
+        await self._events.end([] if usage is None else [usage])
 
 
 class Whole:
     """One JSON body at the end."""
 
-    def __init__(self, call: Call, flight: Flight, form: Format) -> None:
+    def __init__(self, call: Call, work: Work, flight: Flight, form: Format) -> None:
         self._call = call
+        self._work = work
         self._flight = flight
         self._form = form
         self._pieces: dict[int, list[Piece]] = {}
+        self.kept_alive = nullcontext
 
     async def add(self, pieces: list[tuple[int, Piece]]) -> None:
         for index, piece in pieces:
             self._pieces.setdefault(index, []).append(piece)
 
     async def end(self) -> None:
-        merged = {index: _merge(pieces) for index, pieces in sorted(self._pieces.items())}
-        body = _encode(self._form.whole(merged, self._flight.usage))
-        headers = _JSON_HEADERS | {"content-length": str(len(body))} | self._flight.ticket.rate_limit_headers()
-        await self._call.begin(200, headers)
+        choices = {index: _merge(pieces) for index, pieces in sorted(self._pieces.items())}
+        if self._work.is_ranked:
+            choices = _best(self._work, list(choices.values()))
+        body = _encode(self._form.whole(choices, self._flight.usage))
+        await self._call.begin(200, _JSON_HEADERS | {"content-length": str(len(body))})
         await self._call.write(body, last=True)
 
 
@@ -169,3 +163,19 @@ def _merge(pieces: list[Piece]) -> Piece:
         [token for piece in pieces for token in piece.tokens],
         pieces[-1].finish_reason,
     )
+
+
+def _best(work: Work, choices: list[Piece]) -> dict[int, Piece]:
+    """Of each prompt's choices the ``num_best`` likeliest by token, the likeliest first."""
+    best: list[Piece] = []
+    for i, prompt in enumerate(work.prompts):
+        own = choices[i * work.num_choices : (i + 1) * work.num_choices]
+        echoed = len(prompt) if work.style.echo else 0
+        own.sort(key=lambda piece, echoed=echoed: -_mean_logprob(piece.tokens[echoed:]))
+        best += own[: work.num_best]
+    return dict(enumerate(best))
+
+
+def _mean_logprob(tokens: list[ScoredToken]) -> float:
+    known = [token.scores.logprob for token in tokens if token.scores is not None]
+    return sum(known) / len(known) if known else 0.0

@@ -10,7 +10,6 @@ from engine.wire import OUTCOME_LOST
 from gateway.call import Call
 from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
-from gateway.phases import phases_of
 from gateway.tracing import SpanSink, request_spans
 from gateway.work import Work
 
@@ -66,13 +65,13 @@ class Telemetry:
         if flight is None or not flight.submitted_ns:
             self.metrics.refusals.labels((error.code or "invalid_request") if error else "caller_left").inc()
         else:
-            self._measure(call, flight)
+            self._measure(flight)
             if self.spans is not None and call.sampled and work is not None:
-                self.spans.put(request_spans(call, work, flight, phases_of(call, flight), self.price_of(work, flight)))
+                self.spans.put(request_spans(call, work, flight, flight.phases(), self.price_of(work, flight)))
         _log.info("%s", _line(call, work, flight, status, error))
 
-    def _measure(self, call: Call, flight: Flight) -> None:
-        usage, phases = flight.usage, phases_of(call, flight)
+    def _measure(self, flight: Flight) -> None:
+        usage, phases = flight.usage, flight.phases()
         for name in ("queue", "prefill", "decode", "network", "post"):
             self.metrics.phases.labels(name).observe(getattr(phases, name) * _NS)
         self.metrics.seconds.observe(phases.total * _NS)
@@ -102,7 +101,7 @@ def _line(call: Call, work: Work | None, flight: Flight | None, status: int, err
         parts += [f"tenant={work.principal.tenant_id}", f"key={work.principal.key_id}", f"op={work.operation}"]
         parts += [f"model={work.target.model.name}", f"class={work.flow_class}"]
     if flight is not None and flight.submitted_ns:
-        usage, phases = flight.usage, phases_of(call, flight)
+        usage, phases = flight.usage, flight.phases()
         parts += [f"input={usage.prompt_tokens}", f"cached={usage.cached_tokens}", f"output={usage.output_tokens}"]
         parts.append(f"total_ms={phases.total // 1_000_000}")
     return " ".join(parts)

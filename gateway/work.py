@@ -33,6 +33,7 @@ class Style:
 
     stream: bool
     include_usage: bool
+    obfuscate: bool
     logprobs: bool
     echo: bool
     stops: tuple[str, ...]
@@ -40,7 +41,8 @@ class Style:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request that can be run. Choice index = prompt index × num_choices + i.
+    """A request that can be run. Choice index = prompt index × num_choices + i; of these choices the ``num_best``
+    likeliest of each prompt are the answer.
 
     ``granted_tokens`` are the output tokens that a choice may produce before more must be reserved.
     """
@@ -51,6 +53,7 @@ class Work:
     text: TextSide
     prompts: tuple[Prompt, ...]
     num_choices: int
+    num_best: int
     sampling: SamplingParams
     granted_tokens: int
     flow_class: FlowClass
@@ -60,6 +63,11 @@ class Work:
     @property
     def total_choices(self) -> int:
         return len(self.prompts) * self.num_choices
+
+    @property
+    def is_ranked(self) -> bool:
+        """More choices are run than are given back."""
+        return self.num_best < self.num_choices
 
     @property
     def prompt_tokens(self) -> int:
@@ -111,15 +119,30 @@ async def _read_text(request: CompletionRequest, principal: Principal, target: T
     text = target.model.text()
     _refuse_unsupported_text(request)
     prompts = await _text_prompts(request.prompt, text)
-    if len(prompts) * (request.n or 1) > MAX_CHOICES:
-        raise invalid(f"prompts × n may be at most {MAX_CHOICES}.", "n")
+    num_choices = _check_choices(request, len(prompts))
     wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     max_tokens = _check_context(prompts, wanted, text, "prompt")
     logprobs = -1 if request.logprobs is None else request.logprobs
     sampling = sampling_params(
-        request, text, max_tokens, logprobs=logprobs, prompt_logprobs=logprobs if request.echo else -1
+        request,
+        text,
+        max_tokens,
+        logprobs=max(logprobs, 0) if num_choices > (request.n or 1) else logprobs,
+        prompt_logprobs=logprobs if request.echo else -1,
     )
     return _work("completions", request, principal, target, prompts, sampling, max_tokens)
+
+
+def _check_choices(request: CompletionRequest, num_prompts: int) -> int:
+    """The choices that are run of each prompt. Raises ApiError 400."""
+    n, num_choices = request.n or 1, _num_choices(request)
+    if num_choices < n:
+        raise invalid(f"'best_of' ({num_choices}) may not be smaller than 'n' ({n}).", "best_of")
+    if num_choices > n and request.stream:
+        raise invalid("Results of 'best_of' cannot be streamed: which are best is known at the end.", "best_of")
+    if num_prompts * num_choices > MAX_CHOICES:
+        raise invalid(f"prompts × n or best_of may be at most {MAX_CHOICES}.", "best_of" if num_choices > n else "n")
+    return num_choices
 
 
 def _work(
@@ -137,7 +160,8 @@ def _work(
     style = Style(
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),
-        logprobs=sampling.logprobs >= 0,
+        obfuscate=options is None or options.include_obfuscation is not False,
+        logprobs=request.logprobs is not None and request.logprobs is not False,
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         stops=_stops(request.stop),
     )
@@ -147,7 +171,8 @@ def _work(
         target=target,
         text=target.model.text(),
         prompts=tuple(prompts),
-        num_choices=request.n or 1,
+        num_choices=_num_choices(request),
+        num_best=request.n or 1,
         sampling=sampling,
         granted_tokens=granted_tokens,
         flow_class=_flow_class(request.service_tier, principal),
@@ -156,12 +181,17 @@ def _work(
     )
 
 
+def _num_choices(request: ChatRequest | CompletionRequest) -> int:
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return best_of or request.n or 1
+
+
 def _flow_class(tier: str | None, principal: Principal) -> FlowClass:
     """Asked for by name: refused above the tenant's ``max_class``. By default: the key's class, lowered to it."""
     highest = _CLASSES.index(principal.max_class)
     if tier in (None, "auto", "default"):
         return _CLASSES[max(highest, _CLASSES.index(principal.flow_class))]
-    wanted = _CLASSES.index("interactive" if tier == "priority" else "batch")
+    wanted = _CLASSES.index("batch" if tier == "flex" else "interactive")
     if wanted < highest:
         raise invalid(f"The service tier '{tier}' is not open to this account.", "service_tier")
     return _CLASSES[wanted]
@@ -209,7 +239,7 @@ async def _encode(prompts: list[str], text: TextSide) -> list[Prompt]:
 
 def _message_bytes(message: schemas.Message) -> int:
     content = message.content or ""
-    parts = [content] if isinstance(content, str) else [part.text or "" for part in content]
+    parts = [content] if isinstance(content, str) else [part.text or part.refusal or "" for part in content]
     return sum(len(part.encode()) for part in parts)
 
 
@@ -258,5 +288,4 @@ def _refuse_unsupported_chat(request: ChatRequest) -> None:
 
 def _refuse_unsupported_text(request: CompletionRequest) -> None:
     _refuse(bool(request.suffix), "suffix")
-    _refuse(request.best_of not in (None, request.n or 1), "best_of")
     _refuse(request.response_format is not None and request.response_format.type != "text", "response_format")

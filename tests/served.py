@@ -17,7 +17,9 @@ import openai
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_MODEL = "smollm2-135m"
+MODEL_VARIABLE = "TENORA_TEST_MODEL"  # which recipe the suites on the real model run on
+KEPT_VARIABLES = ("TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE")  # how to run it, not what
+DEFAULT_MODEL = os.environ.get(MODEL_VARIABLE, "smollm2-135m")
 
 
 def free_port() -> int:
@@ -183,7 +185,7 @@ def start(home: Path, *options: str, timeout_s: float = 120, **ports: int) -> Se
     log = home / "stderr.log"
     command = ["./run", "serve", "--home", str(home), "--port", str(port), "--ops-port", str(ops_port), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TENORA_")}
-    environment |= {key: os.environ[key] for key in ("TENORA_SETUP", "TENORA_MODEL_CACHE") if key in os.environ}
+    environment |= {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
     with log.open("ab") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
     served = Served(process, home, port, ops_port, log=log)

@@ -6,6 +6,11 @@ from kernels.silu_mul import reference
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2I], gate before up → silu(gate) · up [T, I]. On a CPU a row's bits depend on that row only."""
+    """gate_up [T, 2I], gate before up → silu(gate) · up [T, I] in its dtype. A row depends on itself only, on a CPU
+    and on a GPU to the last bit; a GPU rounds once, a CPU silu(gate) too."""
     assert gate_up.shape[-1] % 2 == 0, gate_up.shape
+    if gate_up.is_cuda:
+        from kernels.silu_mul import triton_kernel
+
+        return triton_kernel.silu_mul(gate_up)
     return reference.silu_mul(gate_up)

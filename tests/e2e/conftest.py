@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.served import Served, serving
+from tests.served import DEFAULT_MODEL, Served, serving
 
 
 @pytest.fixture(scope="session")
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """What a newcomer gets: SmolLM2, demo tenants, two gateways on one socket."""
-    with serving(tmp_path_factory.mktemp("smollm"), "--gateways", "2") as served:
+    with serving(tmp_path_factory.mktemp("smollm"), "--model", DEFAULT_MODEL, "--gateways", "2") as served:
         yield served
 
 

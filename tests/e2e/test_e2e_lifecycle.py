@@ -4,7 +4,9 @@ import json
 import signal
 import stat
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -108,7 +110,8 @@ def test_the_cli_makes_a_tenant_and_a_key_that_works(tmp_path, model_dir):
     served = tiny(tmp_path / "home", model_dir)
 
     def cli(*words: str) -> dict:
-        command = [".venv/bin/tenora", *words, "--json", "--home", str(served.home), "--ops-url", served.ops_url]
+        tenora = str(Path(sys.executable).with_name("tenora"))
+        command = [tenora, *words, "--json", "--home", str(served.home), "--ops-url", served.ops_url]
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)

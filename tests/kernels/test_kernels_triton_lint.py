@@ -76,7 +76,15 @@ def test_a_kernel_keeps_the_rules(path):
 
 
 def test_there_are_kernels_to_look_at():
-    assert {path.parent.name for path in SOURCES} >= {"paged_attention", "rms_norm", "rope", "sgmv", "store_kv"}
+    assert {path.parent.name for path in SOURCES} >= {
+        "paged_attention",
+        "qk_rope_kv",
+        "rms_norm",
+        "rope",
+        "sgmv",
+        "silu_mul",
+        "store_kv",
+    }
 
 
 PLANTED = {

@@ -26,10 +26,13 @@ from triton.runtime.jit import JITFunction
 from kernels import tiles
 from kernels.paged_attention import plan_attention
 from kernels.paged_attention import triton_kernel as attention_kernel
+from kernels.qk_rope_kv import HeadNorms
+from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import triton_kernel as rope_kernel
 from kernels.sgmv import LoraSlice, plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
+from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -107,6 +110,15 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
+def qk_rope_kv(num_tokens: int, heads: tuple[int, int, int], norms: HeadNorms | None) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    x = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    cache, numbers = normal(4, 16, num_kv_heads, head_dim), torch.arange(num_tokens)
+    turned, values = x[:, : num_heads + num_kv_heads], x[:, num_heads + num_kv_heads :]
+    table = torch.zeros(num_tokens, 2, head_dim)
+    qk_rope_kv_kernel.qk_rope_kv(turned, values, numbers, table, cache, cache, numbers, norms)
+
+
 def attention(
     heads: tuple[int, int, int],
     queries: int,
@@ -163,6 +175,17 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             f"store_kv {shape[1]} {shape[2]}",
             lambda new=new, cache=cache: store_kv_kernel.store_kv(new, new, cache, cache, torch.arange(64)),
         )
+    for num_tokens in (64, 1024):
+        yield f"silu_mul T={num_tokens} 14336", lambda n=num_tokens: silu_mul_kernel.silu_mul(normal(n, 2 * 14336))
+        for heads, norms in (
+            ((32, 8, 128), None),
+            ((16, 8, 128), HeadNorms(normal(128), normal(128), 1e-6)),
+            ((9, 3, 64), None),
+        ):
+            yield (
+                f"qk_rope_kv T={num_tokens} {'/'.join(map(str, heads))}{' norms' if norms else ''}",
+                lambda n=num_tokens, heads=heads, norms=norms: qk_rope_kv(n, heads, norms),
+            )
     for name, heads in {"32/8 128": (32, 8, 128), "9/3 64": (9, 3, 64), "8/1 256": (8, 1, 256)}.items():
         yield f"decode {name}", lambda heads=heads: attention(heads, 1, 4096)
         yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from kernels import tiles
+from kernels.qk_rope_kv import HeadNorms
+from kernels.qk_rope_kv import reference as qk_rope_kv_reference
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
 from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.silu_mul import reference as silu_mul_reference
 from kernels.testing import NAN, Heads, RaggedKv, assert_matches_reference, dense_attention, lora_delta, lora_memory
 
 Spans = Sequence[tuple[int, int, int]]
@@ -83,6 +86,37 @@ def check_store_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtypes: tu
     kernel.store_kv(keys, values, *caches, slots)
     assert torch.equal(caches[0], expected[0])
     assert torch.equal(caches[1], expected[1])
+
+
+def check_silu_mul(kernel: ModuleType, num_rows: int, size: int, dtype: torch.dtype) -> None:
+    x = sliced(num_rows, 2 * size, dtype=dtype)
+    assert_matches_reference(kernel.silu_mul(x), silu_mul_reference.silu_mul(x.double()))
+
+
+def check_qk_rope_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: torch.dtype, *, norms: bool) -> None:
+    """Every third token fills up the step: its slot is -1. Angles of other positions and all else are NaN."""
+    num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
+    x = sliced(num_tokens, heads.num_heads + num_kv_heads, head_dim, dtype=dtype)
+    values = sliced(num_tokens, num_kv_heads, head_dim, dtype=dtype, seed=1)
+    positions = torch.randperm(num_tokens * 5, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    table = rope_table(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), num_tokens * 5)
+    table[torch.ones(len(table), dtype=torch.bool).index_fill(0, positions, False)] = NAN
+    weights = HeadNorms(draw(head_dim, dtype=dtype, seed=5), draw(head_dim, dtype=dtype, seed=6), 1e-5)
+    num_blocks = num_tokens // heads.block_size + 3
+    shape = (num_blocks + 1, heads.block_size, num_kv_heads, head_dim)
+    memory = [draw(*shape, dtype=dtype, seed=seed) for seed in (2, 3)]
+    caches = [blocks[1:] for blocks in memory]  # a slot of -1 that was stored would stand before them
+    slots = torch.randperm((num_blocks - 1) * heads.block_size, generator=torch.Generator().manual_seed(4))[:num_tokens]
+    slots[2::3] = -1
+    before, expected = [blocks[0].clone() for blocks in memory], [cache.double() for cache in caches]
+    wide = HeadNorms(weights.query.double(), weights.key.double(), 1e-5)
+    queries = qk_rope_kv_reference.qk_rope_kv(
+        x.double(), values.double(), positions, table.double(), *expected, slots, wide if norms else None
+    )
+    out = kernel.qk_rope_kv(x, values, positions, table, *caches, slots, weights if norms else None)
+    for actual, wanted in zip((out, *caches), (queries, *expected), strict=True):
+        assert_matches_reference(actual, wanted)
+    assert all(torch.equal(blocks[0], block) for blocks, block in zip(memory, before, strict=True))
 
 
 def attend(kernel: ModuleType, batch: RaggedKv, spans: Spans) -> Tensor:

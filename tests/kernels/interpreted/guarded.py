@@ -48,6 +48,22 @@ def _store_kv() -> None:
     triton_kernel.store_kv(keys, values, *caches, guarded(torch.tensor([7, 0, 3])))
 
 
+def _silu_mul() -> None:
+    from kernels.silu_mul import triton_kernel
+
+    triton_kernel.silu_mul(guarded(torch.randn(3, 194)))
+
+
+def _qk_rope_kv() -> None:
+    from kernels.qk_rope_kv import HeadNorms, triton_kernel
+
+    heads, values = guarded(torch.randn(3, 5, 24)), guarded(torch.randn(3, 2, 24))
+    caches = [guarded(torch.zeros(2, 4, 2, 24)) for _ in range(2)]
+    norms = HeadNorms(guarded(torch.randn(24)), guarded(torch.randn(24)), 1e-5)
+    table, slots = guarded(torch.randn(9, 2, 24)), guarded(torch.tensor([7, -1, 3]))
+    triton_kernel.qk_rope_kv(heads, values, guarded(torch.tensor([8, 0, 3])), table, *caches, slots, norms)
+
+
 def _sgmv() -> None:
     from kernels.sgmv import LoraSlice, plan_sgmv, triton_kernel
 
@@ -75,5 +91,6 @@ def _past_an_end() -> None:
 
 
 CASES = {
-    case.__name__.lstrip("_"): case for case in (_rms_norm, _rope, _store_kv, _sgmv, _paged_attention, _past_an_end)
+    case.__name__.lstrip("_"): case
+    for case in (_rms_norm, _rope, _store_kv, _silu_mul, _qk_rope_kv, _sgmv, _paged_attention, _past_an_end)
 }

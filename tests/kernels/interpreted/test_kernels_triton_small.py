@@ -1,16 +1,20 @@
-"""rms_norm, rope and store_kv under Triton's interpreter."""
+"""rms_norm, rope, store_kv, qk_rope_kv and silu_mul under Triton's interpreter."""
 
 import pytest
 import torch
 
+from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import triton_kernel as rope_kernel
+from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
 from kernels.testing import Heads
 from tests.kernels.interpreted.checks import (
     check_add_rms_norm,
+    check_qk_rope_kv,
     check_rms_norm,
     check_rope,
+    check_silu_mul,
     check_store_kv,
     planted,
 )
@@ -85,3 +89,45 @@ def test_store_kv_into_the_next_token_is_caught(tmp_path):
     faulty = planted(store_kv_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
         check_store_kv(faulty, 5, Heads(), (FLOAT, FLOAT))
+
+
+@BOTH
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 97), (7, 1536), (3, 2500)])
+def test_silu_mul_equals_its_reference(num_rows, size, dtype):
+    check_silu_mul(silu_mul_kernel, num_rows, size, dtype)
+
+
+def test_silu_mul_with_gate_and_up_in_the_wrong_order_is_caught(tmp_path):
+    faulty = planted(
+        silu_mul_kernel, ("b_gate / (1.0 + tl.exp(-b_gate)) * b_up", "b_up / (1.0 + tl.exp(-b_up)) * b_gate"), tmp_path
+    )
+    with pytest.raises(AssertionError):
+        check_silu_mul(faulty, 3, 97, FLOAT)
+
+
+@BOTH
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(4, 4, 8), Heads(9, 3, 64), Heads(12, 1, 80), Heads(2, 2, 256), Heads(16, 8, 128)],
+    ids=["multi-head", "groups of 3", "multi-query 80", "head size 256", "groups of 2"],
+)
+def test_qk_rope_kv_equals_its_reference(heads, norms, dtype):
+    check_qk_rope_kv(qk_rope_kv_kernel, 7, heads, dtype, norms=norms)
+
+
+QK_ROPE_KV_FAULTS = {
+    "a row that fills up the step is stored": ("m_key = mask & (i_slot >= 0)", "m_key = mask & (i_slot >= -1)"),
+    "keys with the query heads' norm": ("p_key_norm if is_key else p_query_norm", "p_query_norm"),
+    "a norm of half a head": ("tl.sum(b_second * b_second, 1)) / HEAD_DIM", "0.0) / HEAD_DIM"),
+    "swapped halves": ("b_other = b_second * b_cosines + b_first", "b_other = b_first * b_cosines + b_second"),
+    "a missing mask of the heads": ("i_heads < tl.where(is_key, KV_HEADS, NUM_HEADS)", "i_heads < NUM_HEADS"),
+    "values of the token before": ("p_from = p_values + i_token", "p_from = p_values + tl.maximum(i_token - 1, 0)"),
+}
+
+
+@pytest.mark.parametrize("fault", QK_ROPE_KV_FAULTS.values(), ids=QK_ROPE_KV_FAULTS)
+def test_a_fault_of_qk_rope_kv_is_caught(fault, tmp_path):
+    faulty = planted(qk_rope_kv_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_qk_rope_kv(faulty, 7, Heads(9, 3, 16), FLOAT, norms=True)

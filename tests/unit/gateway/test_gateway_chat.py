@@ -98,8 +98,33 @@ def test_null_content_never_renders_as_none():
     rendered = text(render(history))
 
     assert "None" not in rendered
-    assert "<|im_start|>assistant\n<|im_end|>" in rendered
     assert "<|im_start|>tool\n42<|im_end|>" in rendered
+
+
+CALLS = [ToolCall(FunctionCall("f", '{"x": 1}'), id="c1"), ToolCall(FunctionCall("g", "broken"), id="c2")]
+
+
+def test_a_template_that_knows_tool_calls_gets_them_as_openai_shapes_them():
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c | tojson }};{% endfor %}{% endfor %}"
+
+    assert text(render([Message("assistant", None, tool_calls=CALLS)], template)) == (
+        '{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}};'
+        '{"id": "c2", "type": "function", "function": {"name": "g", "arguments": "broken"}};'
+    )
+
+
+def test_a_template_that_passes_over_tool_calls_gets_them_behind_the_content():
+    first = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    second = '<tool_call>\n{"name": "g", "arguments": "broken"}\n</tool_call>'
+
+    assert f"assistant\n{first}\n{second}<|im_end|>" in text(render([Message("assistant", None, tool_calls=CALLS)]))
+    assert f"assistant\nwait\n{first}<|im_end|>" in text(render([Message("assistant", "wait", tool_calls=CALLS[:1])]))
+
+
+def test_an_assistants_refusal_is_its_text():
+    parts = [Part("refusal", refusal="I "), Part("text", "won't")]
+
+    assert render([Message("assistant", parts)]) == render([Message("assistant", "I won't")])
 
 
 def test_text_parts_of_any_role_equal_the_one_string_form():
@@ -120,6 +145,7 @@ def test_a_developer_speaks_as_the_system():
 
 REFUSED = {
     "an image part": ([user([Part("image_url")])], "messages[0].content[0].type"),
+    "a user's refusal": ([user([Part("refusal", refusal="no")])], "messages[0].content[0].type"),
     "a text part without text": ([user([Part("text")])], "messages[0].content[0].text"),
     "a user without content": ([user("x"), user(None)], "messages[1].content"),
 }

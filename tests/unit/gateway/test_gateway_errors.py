@@ -23,11 +23,14 @@ def test_waiting_that_helps_is_said_in_seconds_and_milliseconds():
     assert headers == {"retry-after": "2", "retry-after-ms": "1200"}
 
 
-@pytest.mark.parametrize(
-    "error", [ApiError("x", code="rate_limit_exceeded", final=True), ApiError("x", code="name_taken")]
-)
-def test_waiting_that_does_not_help_is_not_suggested(error: ApiError):
-    assert error.response_headers() == {"x-should-retry": "false"}
+@pytest.mark.parametrize("code", TABLE, ids=str)
+def test_every_refusal_says_whether_waiting_helps(code: str | None):
+    headers = ApiError("x", code=code).response_headers()
+
+    if TABLE[code].retry_ms is None:  # of these a limit that can be waited for says so itself
+        assert headers == {"x-should-retry": "false"}
+    else:
+        assert set(headers) == {"retry-after", "retry-after-ms"}
 
 
 def test_all_refusals_of_ours_say_when_to_come_back():

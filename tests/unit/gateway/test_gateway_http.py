@@ -444,7 +444,8 @@ def test_each_request_is_counted_once_by_how_it_ended(house: House, key: str):
 def test_the_log_has_one_line_a_request_and_no_prompt_answer_or_key(house: House, key: str, caplog):
     with caplog.at_level("INFO"), house.http(key) as http:
         answer = chat(http, messages=[{"role": "user", "content": "a secret prompt"}])
-    lines = [record.getMessage() for record in caplog.records if answer.headers["x-request-id"] in record.getMessage()]
+        request_id = answer.headers["x-request-id"]
+        lines = eventually(lambda: [text for text in (r.getMessage() for r in caplog.records) if request_id in text])
 
     assert len(lines) == 1
     assert "status=200" in lines[0]

@@ -52,6 +52,7 @@ def test_a_head_that_is_too_large_is_431_in_our_shape(house: House):
         head, _, body = until_end(connection).partition(b"\r\n\r\n")
 
     assert head.startswith(b"HTTP/1.1 431 ")
+    assert b"\r\nx-request-id: " in head
     assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 

@@ -3,11 +3,10 @@
 import json
 from typing import get_args, get_type_hints
 
-import msgspec
 import pytest
 
 from gateway.errors import ApiError
-from gateway.schemas import ChatRequest, CompletionRequest, decode
+from gateway.schemas import ChatRequest, CompletionRequest, Part, decode
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"model": "m", "prompt": "x"}
@@ -31,8 +30,11 @@ BOUNDS = {  # field: (good values, bad values), of both routes
     "ignore_eos": ([True, False], [1, "yes"]),
     "stop_token_ids": ([[], [1, 2]], [[True], ["a"], 3, list(range(129))]),
     "stream": ([True, False, None], ["yes", 1]),
-    "stream_options": ([None, {}, {"include_usage": True, "continuous_usage_stats": 1}], [{"include_usage": "x"}, []]),
-    "service_tier": (["auto", "default", "flex", "priority"], ["fast", 1]),
+    "stream_options": (
+        [None, {}, {"include_usage": True, "continuous_usage_stats": 1}],
+        [{"include_usage": "x"}, {"include_obfuscation": "x"}, []],
+    ),
+    "service_tier": (["auto", "default", "flex", "priority", "fast"], ["slow", 1]),
     "user": (["u"], [1, "x" * 513]),
     "cache_salt": (["s"], [1, "x" * 513]),
     "metadata": ([{}, {"k": "v"}], [{"k": 1}, {"k" * 65: "v"}, {"k": "v" * 513}, {str(i): "" for i in range(17)}]),
@@ -49,6 +51,8 @@ TEXT_BOUNDS = {
     "max_tokens": ([0, 5, None], [-1, 1.5]),
     "logprobs": ([0, 5, None], [-1, 6, True]),
     "echo": ([True, False], ["x"]),
+    "best_of": ([1, 128, None], [0, 129, "x"]),
+    "suffix": ([None, "x"], [1]),
     "prompt": (["x", ["x", "y"], [1, 2], [[1], [2]]], [[], None, 5, [True], [1.5], {}]),
 }
 CASES = [
@@ -123,7 +127,7 @@ def test_unknown_fields_are_ignored_at_every_level():
 
     request = decode(json.dumps(CHAT | extras | {"messages": [message]}).encode(), ChatRequest)
 
-    assert msgspec.to_builtins(request.messages[0].content) == [{"type": "text", "text": "x"}]
+    assert request.messages[0].content == [Part("text", "x")]
 
 
 def test_a_place_inside_the_messages_is_named_whole():
