@@ -102,6 +102,7 @@ async def _ensure(settings: Settings, context: OpsContext, credentials: Credenti
     await _finish_deletions(context)
     write_credentials(settings.credentials, credentials)
     await bump_epoch(context.redis)
+    await context.directory.refresh()  # the first caller of the ops port may have the new key already
 
 
 async def open_stores(settings: Settings) -> OpsContext:

@@ -1,6 +1,7 @@
 """A small client of our own two APIs: what the CLI and the demo need of them."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ class Api:
         message = body.get("error", {}).get("message") or f"{url} answered {answer.status_code}"
         hint = " Is the key of this server?" if answer.status_code == 401 else ""
         raise ApiFailed(message + hint, answer.status_code)
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        """The lines of an answer as they come. Raises ApiFailed, also when it is cut off."""
+        url = self._base_url + path
+        try:
+            with httpx.stream("GET", url, headers=self._headers, timeout=TIMEOUT_S, trust_env=False) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise ApiFailed(_object(answer).get("error", {}).get("message", ""), answer.status_code)
+                yield from (line.encode() for line in answer.iter_lines())
+        except httpx.TransportError as error:
+            raise ApiFailed(f"{url} did not answer to the end ({error})") from error
 
 
 def _object(answer: httpx.Response) -> Answer:

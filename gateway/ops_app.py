@@ -115,7 +115,7 @@ def _from_litestar(error: HTTPException) -> ApiError:
         return ApiError("Internal error.", code="internal")
     extra = [e if isinstance(e, dict) else {"message": e} for e in _listed(error.extra)]
     message = "; ".join([str(error.detail), *(str(e.get("message", e)) for e in extra)])
-    named = [name for e in extra if (name := e.get("key") or _named(str(e.get("message", ""))))]
+    named = [name for e in extra if (name := _named(str(e.get("message", ""))) or e.get("key"))]
     return ApiError(message, code=codes.get(error.status_code), param=named[0] if named else None)
 
 

@@ -85,7 +85,8 @@ def test_a_page_begins_behind_a_number(with_database):
         (["DELETE FROM audit_event WHERE number = 4"], "event 4 with hash"),
         (["DELETE FROM audit_event"], "event 4 with hash"),
         (
-            ["UPDATE audit_event SET number = 12 WHERE number = 2", "UPDATE audit_event SET number = 2 WHERE number = 3",
+            ["UPDATE audit_event SET number = 12 WHERE number = 2",
+             "UPDATE audit_event SET number = 2 WHERE number = 3",
              "UPDATE audit_event SET number = 3 WHERE number = 12"],
             "event 2 does not follow",
         ),
@@ -119,10 +120,13 @@ def test_a_log_that_was_written_anew_is_found_by_a_head_that_was_kept(with_datab
 
 def test_a_transaction_that_fails_leaves_no_event(with_database):
     async def body(database):
-        with pytest.raises(RuntimeError):
+        async def fail():
             async with database.transaction() as session:
                 await AuditLog(session).append(ANNA, change(1))
                 raise RuntimeError
+
+        with pytest.raises(RuntimeError):
+            await fail()
         await write(database, 2)
         assert (await head(database)).number == 1
         assert await breaches(database) == []

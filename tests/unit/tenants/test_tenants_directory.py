@@ -18,6 +18,7 @@ from tenants.errors import StoreUnavailable
 from tenants.pricing import default_prices
 from tenants.quota import Limits
 from tenants.repositories import KeyRepository, OperatorRepository, RateCardRepository, TenantRepository
+from tenants.secrets import Secrets, rotate
 
 TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
 
@@ -307,3 +308,71 @@ def test_a_database_that_refuses_connections_makes_it_stale_and_is_caught_up_wit
 
     run_world(postgres.url(name), valkey, secrets, scenario)
     postgres.drop_database(name)
+
+
+# ── who must end ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_revocation_suspension_and_deletion_are_told_once_and_expiry_is_not(in_world):
+    async def scenario(world):
+        directory, told = world.directory, []
+        await directory.close()
+        directory.on_revoked = told.append
+        other = await world.make_key(world.tenant.tenant_id)
+        mortal = await world.make_key(world.tenant.tenant_id, expires_unix_ns=time.time_ns() + 10**8)
+        await directory.refresh()
+        assert told == []
+
+        async def change(action):
+            async with world.database.transaction() as session:
+                await action(session)
+            await directory.refresh()
+            await directory.refresh()
+
+        await change(lambda s: KeyRepository(s).revoke(world.tenant.tenant_id, world.key.key_id))
+        assert told == [{world.key.key_id}]
+        assert (directory.holds(world.key.key_id), directory.holds(other.key_id)) == (False, True)
+        await change(lambda s: TenantRepository(s).set_status(world.tenant.tenant_id, "suspended"))
+        assert told[1:] == [{other.key_id, mortal.key_id}]
+        await change(lambda s: TenantRepository(s).set_status(world.tenant.tenant_id, "active"))
+        assert directory.holds(other.key_id)
+        await change(lambda s: TenantRepository(s).delete(world.tenant.tenant_id))
+        assert told[2:] == [{other.key_id, mortal.key_id}]
+        assert directory.authenticate(other.text) is None
+        assert directory._live == directory._live_rows == {}
+
+    in_world(scenario)
+
+
+def test_a_key_is_checked_with_the_pepper_that_made_it(in_world, tmp_path):
+    async def scenario(world):
+        await world.directory.close()
+        path = tmp_path / "secrets.json"
+        world.secrets = Secrets.load_or_create(path)
+        old = await world.make_key(world.tenant.tenant_id)
+        world.secrets = rotate(path)
+        new = await world.make_key(world.tenant.tenant_id)
+
+        both = Directory(world.database, world.redis, world.secrets)
+        await both.refresh()
+        assert both.authenticate(old.text)
+        assert both.authenticate(new.text)
+        before = Directory(world.database, world.redis, Secrets.load_or_create(tmp_path / "others.json"))
+        await before.refresh()
+        assert before.authenticate(new.text) is None
+
+    in_world(scenario)
+
+
+def test_a_change_is_seen_while_the_store_is_away(database_url, secrets):
+    with valkey_server() as server:
+
+        async def scenario(world):
+            server.process.send_signal(signal.SIGSTOP)
+            await world.becomes(lambda: world.directory.stale)
+            fresh = await world.make_key(world.tenant.tenant_id)
+            await world.becomes(lambda: world.directory.authenticate(fresh.text))
+            assert world.directory.stale
+            server.process.send_signal(signal.SIGCONT)
+
+        run_world(database_url, server, secrets, scenario)

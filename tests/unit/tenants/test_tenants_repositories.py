@@ -124,6 +124,41 @@ def test_an_unknown_time_zone_is_refused(with_database, zone):
     with_database(body)
 
 
+def test_a_deleted_tenant_leaves_its_neighbours_and_a_bare_row(with_database, secrets):
+    async def body(database):
+        acme, blackbeard = await two_tenants(database)
+        for tenant_id in (acme, blackbeard):
+            await publish(database, tenant_id)
+            async with database.transaction() as session:
+                await KeyRepository(session).create(tenant_id, keys.issue("live", secrets))
+        async with database.transaction() as session:
+            assert await TenantRepository(session).delete(acme) == [new_version().sha256]
+        async with database.session() as session:
+            tenants, adapters = TenantRepository(session), AdapterRepository(session)
+            assert await tenants.get(acme) is None
+            assert (await tenants.ever_was(acme), await tenants.ever_was("ten_0")) == (True, False)
+            assert [tenant.name for tenant in await tenants.list_all()] == ["blackbeard"]
+            assert await tenants.list_deleted() == [acme]
+            assert (await adapters.list_current(acme), await KeyRepository(session).list_all(acme)) == ([], [])
+            assert (
+                len(await adapters.list_current(blackbeard))
+                == len(await KeyRepository(session).list_all(blackbeard))
+                == 1
+            )
+        for attempt in (publish(database, acme), rename(database, acme)):
+            with pytest.raises(NotFound):
+                await attempt
+        async with database.transaction() as session:
+            await TenantRepository(session).create("acme")
+
+    with_database(body)
+
+
+async def rename(database, tenant_id) -> None:
+    async with database.transaction() as session:
+        await TenantRepository(session).rename(tenant_id, "x")
+
+
 def test_a_key_is_found_by_its_own_tenant_only(with_database, secrets):
     async def body(database):
         acme, blackbeard = await two_tenants(database)
