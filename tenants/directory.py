@@ -285,7 +285,7 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
 
 
 def _scoped(row: Mapping[str, Any]) -> ScopedLimits:
-    kind = next(kind for kind in SCOPE_KINDS if kind in row)
+    kind: ScopeKind = next(kind for kind in SCOPE_KINDS if kind in row)
     return ScopedLimits(kind, row[kind], Limits(**{name: row[name] for name in RATE_LIMITS}))
 
 

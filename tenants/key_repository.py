@@ -15,6 +15,7 @@ from tenants.limits import (
     KEY_SCOPES,
     OPERATOR_SCOPES,
     SCOPE_KINDS,
+    ScopeKind,
     check_choice,
     check_expiry,
     check_length,
@@ -90,7 +91,7 @@ class KeyRepository:
         Raises NotFound, InvalidValue.
         """
         limits = dict(changes)
-        scopes = [(kind, limits.pop(kind)) for kind in SCOPE_KINDS if limits.get(kind) is not None]
+        scopes: list[tuple[ScopeKind, Any]] = [(kind, limits.pop(kind)) for kind in SCOPE_KINDS if limits.get(kind) is not None]
         for kind in SCOPE_KINDS:
             limits.pop(kind, None)
         if len(scopes) > 1:
