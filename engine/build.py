@@ -135,4 +135,17 @@ def _card(
         eos_token_ids=model.eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
+        experts=_expert_card(model),
+    )
+
+
+def _expert_card(model: ModelConfig) -> wire.ExpertCard | None:
+    if model.moe is None:
+        return None
+    return wire.ExpertCard(
+        num_experts=model.moe.num_experts,
+        hidden_size=model.hidden_size,
+        width=model.moe.intermediate_size,
+        layers=model.moe.layers,
+        takes_adapters=False,
     )

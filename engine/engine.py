@@ -1,4 +1,9 @@
-"""The step loop: schedule → run → commit. One thread calls everything here; nothing here blocks."""
+"""The step loop: schedule → launch → land. One thread calls everything here.
+
+On a device that computes beside the host, a step is launched before the one ahead of it has landed: its decodes are
+fed on the device with tokens that the host does not know yet. A choice that ends by its last token then has one row
+too many in the air; what that row gives is dropped, told to nobody and billed to nobody.
+"""
 
 import secrets
 import time
@@ -12,34 +17,43 @@ from engine.adapter_pool import AdapterPool, HostTier, HostWeights
 from engine.config import EngineConfig
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
 from engine.experts import ExpertLoad
-from engine.intake import ModelInfo, make_sequences, read_prompts
+from engine.flight import Flight, StepHandle
+from engine.intake import Grammar, ModelInfo, make_sequences, read_prompts
 from engine.outbox import Outbox
-from engine.scheduler import ChunkResult, Scheduler, StepPlan
+from engine.scheduler import NOTHING, ChunkResult, Scheduler, StepPlan
 from engine.sequence import Request, Sequence, SequenceStatus
-from engine.stats import EngineStats, StepStats, StepTimes, measure
+from engine.stats import EngineStats, StepStats, StepTimes
 
 
 class StepRunner(Protocol):
-    """What runs a plan: ``engine.runner.Runner``. ``load_slot`` raises InvalidAdapter for weights that don't fit."""
+    """What runs a plan: ``engine.runner.Runner``. ``load_slot`` raises InvalidAdapter for weights that don't fit.
+
+    ``overlaps``: a handle's results may still be computed while the next plan is launched; everything that is asked
+    of a runner happens in the order of the calls.
+    """
 
     @property
     def model_info(self) -> ModelInfo: ...
     @property
     def expert_load(self) -> ExpertLoad | None: ...
-    def run(self, plan: StepPlan) -> abc.Sequence[ChunkResult]: ...
+    @property
+    def overlaps(self) -> bool: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
     def load_slot(self, slot: int, weights: Any) -> None: ...
     def clear_slot(self, slot: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step (and the aborts before it) has to tell. ``wanted``: adapter keys to fetch, each once a need."""
+    """What a step (and the aborts before it) has to tell. ``wanted``: adapter keys to fetch, each once a need;
+    ``stats`` are those of the step that landed; ``in_flight``: another is on the device."""
 
     deltas: list[wire.Delta]
     scores: list[wire.PromptScores]
     finished: list[wire.Finished]
     wanted: list[str]
     stats: StepStats
+    in_flight: bool = False
 
 
 def random_seed() -> int:
@@ -72,30 +86,34 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._unstarted: set[str] = set()
         self._num_sequences = 0
+        self._flight: Flight | None = None
+        self._landed_ns = 0
         self._outbox = Outbox(config.context_tokens, runner.model_info.eos_token_ids)
 
     @property
     def has_work(self) -> bool:
         """A step would do or tell something. False while all that is left waits for adapters."""
-        return self.scheduler.has_work or bool(self._outbox)
+        return self.scheduler.has_work or bool(self._outbox) or self._flight is not None
 
     def step(self) -> StepResult:
-        """One forward over everything that is due, and all events since the last step."""
-        begin_ns = self._clock()
-        plan, load_times_ns = self._load_adapters(self.scheduler.schedule())
-        started_ns = self._clock()
-        results = self._runner.run(plan) if plan.chunks else []
-        ended_ns = self._clock()
-        self._attribute(plan, started_ns, ended_ns)
-        self._commit(plan, results, ended_ns)
-        return self._collect(plan, StepTimes(begin_ns, started_ns, ended_ns, load_times_ns))
+        """One forward over everything that is due is launched, one lands (the one ahead, if there is one in the air);
+        all events since the last step."""
+        ahead = self._flight
+        plan, load_times_ns = self._next_plan()
+        self._flight = self._launch(plan)
+        landing = ahead or self._take_back()
+        run_ns = self._land(landing) if landing else 0
+        return self._collect(landing, StepTimes(run_ns, load_times_ns, is_beside=ahead is not None))
 
     # ── between steps ────────────────────────────────────────────────────────────────────────────
 
-    def add(self, submit: wire.Submit) -> None:
-        """Raises Busy, TooLong or InvalidRequest; nothing of the request is kept then."""
+    def add(self, submit: wire.Submit, grammar: Grammar | None = None) -> None:
+        """``grammar`` is the submit's, compiled. Raises Busy, TooLong or InvalidRequest; nothing of the request is kept
+        then."""
         if submit.request_id in self._requests:
             raise InvalidRequest("this request id is in use")
+        if bool(submit.sampling.grammar) != (grammar is not None):
+            raise InvalidRequest("a grammar comes compiled, or not at all")
         prompts = read_prompts(submit, self.config, self._runner.model_info)
         num_tokens = submit.num_choices * sum(map(len, prompts))
         full = len(self._unstarted) >= self.config.max_waiting_requests
@@ -103,6 +121,8 @@ class Engine:
             raise Busy("the waiting queue is full")
         request = Request(submit, self._clock())
         request.sequences = make_sequences(request, prompts, self._num_sequences, self._seed_source)
+        for sequence in request.sequences if grammar else ():
+            sequence.matcher = grammar.matcher()
         request.num_unfinished = len(request.sequences)
         self._num_sequences += len(request.sequences)
         self._requests[submit.request_id] = request
@@ -133,8 +153,9 @@ class Engine:
             self._fail(sequence.request, code, message)
 
     def forget_adapter(self, key: str) -> None:
-        """A deleted version: gone from host memory now, from its slot with its last running sequence."""
-        self.adapters.forget(key)
+        """A deleted version: gone from host memory and its slot with the last sequence that was here before, running,
+        queued or preempted."""
+        self.adapters.retire(key)
         self._clear_slots()
 
     def check_invariants(self) -> None:
@@ -151,6 +172,43 @@ class Engine:
         assert self._unstarted <= self._requests.keys()
 
     # ── parts of a step ──────────────────────────────────────────────────────────────────────────
+
+    def _next_plan(self) -> tuple[StepPlan, tuple[int, ...]]:
+        """What is due, its adapters loaded; nothing while it depends on tokens that are in the air."""
+        if self._flight is not None and self.scheduler.needs_tokens:
+            return NOTHING, ()
+        plan, load_times_ns = self._load_adapters(self.scheduler.schedule())
+        for sequence in plan.exhausted:
+            self._tell_end(sequence, "length")
+        return plan, load_times_ns
+
+    def _launch(self, plan: StepPlan) -> Flight | None:
+        if not plan.chunks:
+            return None
+        started_ns = self._clock()
+        for chunk in plan.chunks:
+            request = chunk.sequence.request
+            if not request.scheduled_ns:
+                request.scheduled_ns = started_ns
+                self._unstarted.discard(request.request_id)
+        flight = Flight(plan, self._runner.launch(plan), started_ns)
+        self.scheduler.launched(plan)
+        return flight
+
+    def _take_back(self) -> Flight | None:
+        """The step just launched, if it has to land before another is planned."""
+        if self._runner.overlaps and not self.scheduler.needs_tokens:
+            return None
+        flight, self._flight = self._flight, None
+        return flight
+
+    def _land(self, flight: Flight) -> int:
+        """Takes in what a step has computed → the ns that it had the device for itself."""
+        results = flight.handle.results()
+        began_ns, self._landed_ns = max(flight.started_ns, self._landed_ns), self._clock()
+        run_ns = self._attribute(flight.plan, self._landed_ns - began_ns)
+        self._commit(flight.plan, results, self._landed_ns)
+        return run_ns
 
     def _load_adapters(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
         """Moves the weights that the plan needs; requests whose weights don't fit fail and leave the plan."""
@@ -178,44 +236,48 @@ class Engine:
         chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence.status is SequenceStatus.RUNNING)
         return StepPlan(chunks, plan.preempted, sum(chunk.num_tokens for chunk in chunks), plan.exhausted)
 
-    def _attribute(self, plan: StepPlan, started_ns: int, ended_ns: int) -> None:
-        """Shares the forward's time among the requests in it, by tokens, to the last nanosecond."""
+    def _attribute(self, plan: StepPlan, run_ns: int) -> int:
+        """Shares a forward's time among the requests in it, by tokens, to the last nanosecond → the ns shared: none
+        if all of them have ended meanwhile."""
         tokens: dict[str, int] = {}
         for chunk in plan.chunks:
-            request = chunk.sequence.request
-            tokens[request.request_id] = tokens.get(request.request_id, 0) + chunk.num_tokens
-            if not request.scheduled_ns:
-                request.scheduled_ns = started_ns
-                self._unstarted.discard(request.request_id)
-        if tokens:
-            shares = cost.split(ended_ns - started_ns, list(tokens.values()))
-            for request_id, share_ns in zip(tokens, shares, strict=True):
-                self._requests[request_id].gpu_ns += share_ns
+            if chunk.sequence.status is not SequenceStatus.FINISHED:
+                request_id = chunk.sequence.request.request_id
+                tokens[request_id] = tokens.get(request_id, 0) + chunk.num_tokens
+        if not tokens:
+            return 0
+        for request_id, share_ns in zip(tokens, cost.split(run_ns, list(tokens.values())), strict=True):
+            self._requests[request_id].gpu_ns += share_ns
+        return run_ns
 
     def _commit(self, plan: StepPlan, results: abc.Sequence[ChunkResult], now_ns: int) -> None:
         assert len(results) == len(plan.chunks), "the runner answers each chunk once"
         self.scheduler.commit(plan)
-        for sequence in plan.exhausted:
-            self._tell_end(sequence, "length")
         for chunk, result in zip(plan.chunks, results, strict=True):
             sequence = chunk.sequence
+            if sequence.status is SequenceStatus.FINISHED:  # while this was in the air
+                continue
             if sequence.sampling.prompt_logprobs >= 0 and sequence.is_leader:
                 self._outbox.add_scores(chunk, result)
-            if chunk.samples:
-                reason = self._outbox.add_token(sequence, result, now_ns)
+            if chunk.samples and sequence.matcher is not None and sequence.matcher.failure:
+                self._end(sequence, "length")  # without the token: no mask stood before it
+            elif chunk.samples:
+                reason = self._outbox.add_token(chunk, result, now_ns)
                 if reason:
                     self.scheduler.finish(sequence)
                     self._close(sequence, reason)
-            elif sequence.limit == 0 and sequence.num_remaining_tokens == 0:
+            elif sequence.limit == 0 and chunk.end == len(sequence.token_ids):
                 self._end(sequence, "length")
 
-    def _collect(self, plan: StepPlan, times: StepTimes) -> StepResult:
+    def _collect(self, landed: Flight | None, times: StepTimes) -> StepResult:
         self._clear_slots()
         events = self._outbox.take()
         wanted = self.scheduler.waiting.take_wanted()
-        stats = measure(plan, times, self._clock())
-        self.stats.record(stats, times.begin_ns)
-        return StepResult(events.deltas, events.scores, events.finished, wanted, stats)
+        # what comes after it belongs to the step in the air
+        until_ns = max(self._flight.started_ns, self._landed_ns) if self._flight else self._clock()
+        stats = self.stats.record(landed.plan if landed else NOTHING, times, until_ns)
+        in_flight = self._flight is not None
+        return StepResult(events.deltas, events.scores, events.finished, wanted, stats, in_flight)
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,5 +303,6 @@ class Engine:
             self._unstarted.discard(request.request_id)
 
     def _clear_slots(self) -> None:
+        self.adapters.drop_retired(self.scheduler.waiting.num_of_adapter)
         for slot in self.adapters.take_clears():
             self._runner.clear_slot(slot)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from engine.scheduler import Chunk, ChunkResult
-from engine.sequence import Request, Sequence
+from engine.sequence import PENDING, Request, Sequence
 
 
 @dataclass(slots=True)
@@ -32,16 +32,20 @@ class Outbox:
         events, self._events = self._events, Events()
         return events
 
-    def add_token(self, sequence: Sequence, result: ChunkResult, now_ns: int) -> wire.FinishReason:
-        """Appends the drawn token and tells it; says why the choice ends with it ('': it goes on). The caller
-        then takes it out and calls ``close``."""
+    def add_token(self, chunk: Chunk, result: ChunkResult, now_ns: int) -> wire.FinishReason:
+        """Puts the drawn token in its place and tells it; says why the choice ends with it ('': it goes on). The
+        caller then takes it out and calls ``close``."""
+        sequence = chunk.sequence
         assert result.token_id >= 0, f"{sequence} was to get a token"
+        assert sequence.token_ids[chunk.end] == PENDING, f"{sequence} gets a token twice"
         request = sequence.request
-        sequence.token_ids.append(result.token_id)
+        sequence.token_ids[chunk.end] = result.token_id
+        if sequence.matcher is not None:
+            sequence.matcher.advance(result.token_id)
         request.first_token_ns = request.first_token_ns or now_ns
         request.last_token_ns = now_ns
-        reason = self._verdict(sequence, result.token_id)
-        stop_id = result.token_id if reason == "stop" else -1
+        reason = self._verdict(sequence, chunk.end + 1)
+        stop_id = result.token_id if reason == "stop" and self._is_stop(sequence, result.token_id) else -1
         logprobs = () if result.logprobs is None else (result.logprobs,)
         token = wire.pack_ids((result.token_id,))
         self._events.deltas.append(wire.Delta(request.request_id, sequence.choice, token, logprobs, reason, stop_id))
@@ -53,7 +57,7 @@ class Outbox:
         sequence = chunk.sequence
         if chunk.scores:
             sequence.prompt_scores += result.scores[len(sequence.prompt_scores) - chunk.start :]
-        if sequence.num_computed_tokens >= sequence.num_prompt_tokens and not sequence.scores_sent:
+        if chunk.end >= sequence.num_prompt_tokens and not sequence.scores_sent:
             assert len(sequence.prompt_scores) == sequence.num_prompt_tokens - 1, "prompt scores have a gap"
             scores = tuple(sequence.prompt_scores)
             self._events.scores.append(wire.PromptScores(sequence.request.request_id, sequence.prompt_index, scores))
@@ -77,9 +81,15 @@ class Outbox:
         self._events.finished.append(finished)
         return request
 
-    def _verdict(self, sequence: Sequence, token_id: int) -> wire.FinishReason:
-        sampling, num_known = sequence.sampling, len(sequence.token_ids)
+    def _is_stop(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether it is no text; the last token of a grammar often is."""
+        return token_id in self._eos_token_ids or token_id in sequence.sampling.stop_token_ids
+
+    def _verdict(self, sequence: Sequence, num_known: int) -> wire.FinishReason:
+        sampling, token_id, matcher = sequence.sampling, sequence.token_ids[num_known - 1], sequence.matcher
         num_output = num_known - sequence.num_prompt_tokens
+        if matcher is not None and (matcher.ended or matcher.failure):
+            return "stop" if matcher.ended else "length"
         if num_output > sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:

@@ -38,10 +38,10 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def publish(self, sequence: Sequence) -> None:
-        """Makes the blocks that are full and computed since the last call findable. Where two sequences computed
-        the same, the first block stays the known one."""
-        for index in range(sequence.num_published_blocks, sequence.num_computed_tokens // self._block_size):
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Makes the full blocks of the first ``num_tokens`` findable, which are computed and known. Where two sequences
+        computed the same, the first block stays the known one."""
+        for index in range(sequence.num_published_blocks, num_tokens // self._block_size):
             name, block = self._name(sequence, index), sequence.block_table[index]
             if name not in self._block_of:
                 assert block not in self._name_of, f"block {block} already has another name"

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.batch import Batch, build_batch
 from engine.config import EngineConfig
 from engine.experts import ExpertLoad
+from engine.flight import Computed, StepHandle
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.linear import LoraSlots
@@ -43,9 +44,11 @@ class Runner:
         """Products with base weights so far."""
         return self._model.num_linear_calls
 
+    overlaps = False
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
-        """Computes the plan; results stand in the order of ``plan.chunks``."""
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Computes the plan."""
         batch = build_batch(plan, self._block_size, self._model.config.attention, self._model.embedding.device)
         hidden = self._model.forward(batch, self.kv, self.slots)
         sampled = iter(self._sample(plan, batch, hidden))
@@ -54,7 +57,7 @@ class Runner:
             token_id, logprobs = next(sampled) if chunk.samples else (-1, None)
             scores = self._score(chunk, hidden[start : start + chunk.num_tokens]) if chunk.scores else ()
             results.append(ChunkResult(token_id, logprobs, scores))
-        return results
+        return Computed(results)
 
     @torch.inference_mode()
     def load_slot(self, slot: int, weights: AdapterWeights) -> None:

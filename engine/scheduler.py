@@ -9,7 +9,7 @@ from engine.adapter_pool import AdapterPool
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.prefix_cache import PrefixCache
-from engine.sequence import CLASS_RANK, Sequence, SequenceStatus
+from engine.sequence import CLASS_RANK, PENDING, Sequence, SequenceStatus
 from engine.waiting import WaitingRoom
 
 
@@ -18,7 +18,8 @@ class Chunk(Struct, frozen=True):
 
     ``samples``: the chunk reaches the last known token, and a next token is drawn. ``scores``: wanted are the
     log-probabilities of the prompt tokens that this chunk's positions predict, that is of the tokens at
-    ``start + 1`` .. ``min(start + num_tokens, num_prompt_tokens - 1)`` inclusive, in that order.
+    ``start + 1`` .. ``min(start + num_tokens, num_prompt_tokens - 1)`` inclusive, in that order. ``num_preemptions``
+    is the sequence's when it was planned.
     """
 
     sequence: Sequence
@@ -26,6 +27,18 @@ class Chunk(Struct, frozen=True):
     num_tokens: int
     samples: bool
     scores: bool
+    num_preemptions: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position behind it: where the token that it draws stands."""
+        return self.start + self.num_tokens
+
+    @property
+    def is_live(self) -> bool:
+        """The sequence still has the blocks and the slot that this was planned with."""
+        sequence = self.sequence
+        return sequence.status is SequenceStatus.RUNNING and sequence.num_preemptions == self.num_preemptions
 
 
 class ChunkResult(Struct, frozen=True):
@@ -48,6 +61,9 @@ class StepPlan(Struct, frozen=True):
     exhausted: tuple[Sequence, ...] = ()
 
 
+NOTHING = StepPlan((), (), 0)
+
+
 class _Draft:
     """A plan in the making."""
 
@@ -60,7 +76,7 @@ class _Draft:
     def add(self, sequence: Sequence, start: int, num_tokens: int) -> None:
         samples = start + num_tokens == len(sequence.token_ids) and sequence.limit > 0
         scores = start < sequence.num_prompt_tokens - 1 and sequence.wants_scores
-        self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores))
+        self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores, sequence.num_preemptions))
         self.budget -= num_tokens
 
 
@@ -70,6 +86,10 @@ class Scheduler:
     ``running`` is ordered by seniority: class, then age. Its last one gives way when blocks run out, its first one
     never does, so that there is always progress. A sequence gets the blocks of all its known tokens when it is
     admitted, so that only decodes ask for more.
+
+    ``schedule`` may be called while the plan before it is on the device (``launched``, not yet ``commit``): the last
+    token of a sequence may then be PENDING. What a plan in the air writes comes before all that a later one does, so
+    that blocks and slots may change hands meanwhile.
     """
 
     def __init__(self, config: EngineConfig, adapters: AdapterPool) -> None:
@@ -80,12 +100,18 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, config.block_size)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_needing_history = 0
         self.num_cache_hits = 0  # prompt tokens of leaders that were found at first admission,
         self.num_cache_misses = 0  # and that were not
 
     @property
     def has_work(self) -> bool:
         return bool(self.running) or self.waiting.can_move
+
+    @property
+    def needs_tokens(self) -> bool:
+        """A running sequence's next token depends on the values of those before it, on the host."""
+        return self._num_needing_history > 0
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a request, each leader before its followers."""
@@ -98,6 +124,7 @@ class Scheduler:
             self.waiting.queue.leave(sequence)
         else:
             self.waiting.drop(sequence)
+        sequence.drop_pending()
         sequence.status = SequenceStatus.FINISHED
         self.waiting.free_followers(sequence)
 
@@ -110,17 +137,26 @@ class Scheduler:
         num_tokens = self.config.max_step_tokens - draft.budget
         return StepPlan(tuple(draft.chunks), tuple(draft.preempted), num_tokens, tuple(draft.exhausted))
 
+    def launched(self, plan: StepPlan) -> None:
+        """The plan is on the device: what is planned next comes after it."""
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
+            if chunk.samples:
+                chunk.sequence.token_ids.append(PENDING)
+
     def commit(self, plan: StepPlan) -> None:
-        """The plan has run: its tokens are computed, full blocks can be found, followers may start."""
+        """The plan has run: full blocks can be found, followers may start. Not for those that gave way or ended
+        meanwhile."""
         block_size, has_followers = self.config.block_size, self.waiting.has_followers
         for chunk in plan.chunks:
-            sequence = chunk.sequence
+            sequence, end = chunk.sequence, chunk.end
+            if not chunk.is_live:
+                continue
             if sequence.adapter_slot >= 0:
                 generation = self.adapters.generation(sequence.adapter_slot)
                 assert generation == sequence.slot_generation, f"{sequence} ran on another adapter's slot"
-            end = sequence.num_computed_tokens = chunk.start + chunk.num_tokens
             if end // block_size > sequence.num_published_blocks:
-                self.cache.publish(sequence)
+                self.cache.publish(sequence, end)
             if has_followers and end >= sequence.num_prompt_tokens:
                 self.waiting.free_followers(sequence)
 
@@ -131,7 +167,7 @@ class Scheduler:
         self.waiting.queue.check_invariants()
         pins: dict[int, int] = {}
         for sequence in self.running:
-            self._check_running(sequence)
+            _check_running(sequence, self.config.block_size)
             if sequence.adapter_slot >= 0:
                 pins[sequence.adapter_slot] = pins.get(sequence.adapter_slot, 0) + 1
         self.adapters.check_invariants(pins)
@@ -141,15 +177,6 @@ class Scheduler:
         assert all(not sequence.block_table and sequence.adapter_slot < 0 for sequence in elsewhere)
         assert len(elsewhere) + len(self.waiting.queue) == sum(self.waiting.num_sequences.values())
         assert self.waiting.queue.num_members == len(self.waiting.queue) + len(self.running), "work is counted wrongly"
-
-    def _check_running(self, sequence: Sequence) -> None:
-        assert sequence.status is SequenceStatus.RUNNING
-        assert (sequence.adapter_slot >= 0) == bool(sequence.adapter_key), f"{sequence} and its slot disagree"
-        room = len(sequence.block_table) * self.config.block_size
-        assert sequence.num_computed_tokens <= room, f"{sequence} computed beyond its blocks"
-        assert len(sequence.token_ids) <= room + 1, f"{sequence} lacks blocks"
-        assert sequence.num_published_blocks * self.config.block_size <= sequence.num_computed_tokens
-        assert sequence.num_remaining_tokens > 0, f"{sequence} has nothing to compute"
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────
 
@@ -161,15 +188,18 @@ class Scheduler:
         index, block_size = 0, self.config.block_size
         while index < len(self.running):
             sequence = self.running[index]
-            start = sequence.num_computed_tokens
-            if len(sequence.token_ids) - start > 1:
-                prefills.append(sequence)
+            start, token_ids = sequence.num_computed_tokens, sequence.token_ids
+            if len(token_ids) - start != 1:
+                if len(token_ids) > start:  # else it only waits for the scores of its prompt
+                    prefills.append(sequence)
+            elif token_ids[-1] == PENDING and _is_last(sequence, self.config.context_tokens):
+                pass
             elif start < len(sequence.block_table) * block_size or self._has_next_block(sequence, draft):
                 draft.add(sequence, start, 1)
                 if sequence.num_charged_tokens <= start:
                     sequence.num_charged_tokens = start + 1
                     charged.append(sequence)
-            else:
+            elif sequence.status is not SequenceStatus.RUNNING:
                 continue  # it left the list
             index += 1
         self.waiting.queue.charge_each(charged)
@@ -210,7 +240,7 @@ class Scheduler:
         if sequence.adapter_key and not self.adapters.is_resident(sequence.adapter_key):
             self.waiting.park(sequence)
             return True
-        if self._num_blocks(sequence) > self.config.num_blocks:  # it filled the pool, and gave way
+        if self._num_blocks(sequence) > self.config.num_blocks and not sequence.is_pending:  # it filled the pool
             self.finish(sequence)
             draft.exhausted.append(sequence)
             return True
@@ -242,6 +272,7 @@ class Scheduler:
             self.num_cache_hits += sequence.num_cached_tokens
             self.num_cache_misses += sequence.num_prompt_tokens - sequence.num_cached_tokens
         sequence.num_overtaken = 0
+        self._num_needing_history += sequence.needs_history
         self.waiting.admit(sequence)
         insort(self.running, sequence, key=_seniority)
         self._charge(sequence)
@@ -262,9 +293,11 @@ class Scheduler:
 
     def _has_next_block(self, sequence: Sequence, draft: _Draft) -> bool:
         """Finds one more block, for the next token. The most junior ones give way for it, itself at last; one that has
-        filled the pool alone ends. False: it no longer runs."""
+        filled the pool alone ends, once its token in the air has landed. False: there is none."""
         while self.pool.num_available == 0:
             if len(self.running) == 1:
+                if sequence.is_pending:
+                    return False
                 self.finish(sequence)
                 draft.exhausted.append(sequence)
                 return False
@@ -289,6 +322,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Takes a running sequence out and gives back its blocks and its slot."""
         self.running.remove(sequence)
+        self._num_needing_history -= sequence.needs_history
         self.pool.release(sequence.block_table)
         if sequence.adapter_slot >= 0:
             self.adapters.release(sequence.adapter_slot, sequence.slot_generation)
@@ -299,3 +333,20 @@ class Scheduler:
 
 def _seniority(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
+
+
+def _is_last(sequence: Sequence, context_tokens: int) -> bool:
+    """The token in the air ends it whatever it is, unless a grant comes meanwhile."""
+    known = len(sequence.token_ids)
+    return known - sequence.num_prompt_tokens >= sequence.limit or known >= context_tokens
+
+
+def _check_running(sequence: Sequence, block_size: int) -> None:
+    assert sequence.status is SequenceStatus.RUNNING
+    assert (sequence.adapter_slot >= 0) == bool(sequence.adapter_key), f"{sequence} and its slot disagree"
+    room = len(sequence.block_table) * block_size
+    assert sequence.num_computed_tokens <= room, f"{sequence} computed beyond its blocks"
+    assert len(sequence.token_ids) <= room + 1, f"{sequence} lacks blocks"
+    assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens
+    assert sequence.num_remaining_tokens >= 0, f"{sequence} computed more than it knows"
+    assert PENDING not in sequence.token_ids[:-1], f"{sequence} waits for a token that it has passed"

@@ -2,8 +2,11 @@
 
 import hashlib
 from enum import Enum
+from typing import Protocol
 
 from engine import wire
+
+PENDING = -1  # in place of a token that the device has drawn, or is drawing, and the host has not seen
 
 
 class SequenceStatus(Enum):
@@ -12,12 +15,24 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+class Matcher(Protocol):
+    """A choice's place in its grammar: ``engine.grammar.Matcher``."""
+
+    @property
+    def failure(self) -> str: ...
+    @property
+    def ended(self) -> bool: ...
+    def mask(self) -> bytes: ...
+    def advance(self, token_id: int) -> None: ...
+
+
 class Sequence:
     """One choice: its tokens, how many of them are computed, and what it holds while it runs.
 
     ``token_ids`` is prompt + output. ``num_computed_tokens`` counts tokens whose keys and values stand in
     ``block_table``; at most the last known token is not among them when a step draws the next. ``adapter_slot``
     is -1 for the base model and while waiting. ``seed`` is always set: two choices of one request differ in it.
+    ``needs_history``: the draw of a token depends on the values of the tokens before it.
     """
 
     __slots__ = (
@@ -29,6 +44,8 @@ class Sequence:
         "finish_reason",
         "key",
         "limit",
+        "matcher",
+        "needs_history",
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
@@ -58,8 +75,11 @@ class Sequence:
         self.num_prompt_tokens = len(prompt)
         self.sampling: wire.SamplingParams = submit.sampling
         self.seed = seed
+        penalties = (self.sampling.presence_penalty, self.sampling.frequency_penalty, self.sampling.repetition_penalty)
+        self.needs_history = penalties != (0.0, 0.0, 1.0) or bool(self.sampling.grammar)
         self.limit = min(submit.sampling.max_tokens, submit.granted_tokens)  # output tokens allowed so far
         self.adapter_key = submit.adapter_key
+        self.matcher: Matcher | None = None  # stands behind the last known token, also while waiting
         self.status = SequenceStatus.WAITING
         self.finish_reason: wire.FinishReason = ""
         # what it holds while it runs
@@ -90,6 +110,16 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Known tokens that are not computed."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_pending(self) -> bool:
+        """Its last token is not known yet."""
+        return self.token_ids[-1] == PENDING
+
+    def drop_pending(self) -> None:
+        """It ends: what is in the air for it is surplus."""
+        while self.token_ids[-1] == PENDING:
+            self.token_ids.pop()
 
     @property
     def is_leader(self) -> bool:

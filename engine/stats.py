@@ -18,6 +18,7 @@ LOAD_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 UTILIZATION_WINDOW_NS = 10_000_000_000
 MAX_LISTED_ADAPTERS = 32
+RESIDENT_FAMILY = "tenora_adapters_resident"  # the server adds the disk tier's sample
 
 Labels = dict[str, str]
 
@@ -51,28 +52,27 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Readings of the clock around a step's forward, and how long each adapter load before it took."""
+    """``run_ns`` of the step that landed, and how long each adapter load took; ``is_beside``: these loads went on
+    while that step was on the device, so that their time is in its own."""
 
-    begin_ns: int
-    started_ns: int
-    ended_ns: int
+    run_ns: int
     load_times_ns: tuple[int, ...]
+    is_beside: bool
 
 
-def measure(plan: StepPlan, times: StepTimes, now_ns: int) -> StepStats:
-    """The numbers of a step that ended ``now_ns``. Recomputing after a preemption is prefill."""
+def _measure(plan: StepPlan, times: StepTimes, span_ns: int) -> StepStats:
+    """The numbers of a step and of the ``span_ns`` that it ends. Recomputing after a preemption is prefill."""
     num_decode = sum(chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt_tokens for chunk in plan.chunks)
-    run_ns = times.ended_ns - times.started_ns if plan.chunks else 0
-    prefill_ns, decode_ns = split(run_ns, (plan.num_tokens - num_decode, num_decode))
-    load_ns = sum(times.load_times_ns)
+    prefill_ns, decode_ns = split(times.run_ns, (plan.num_tokens - num_decode, num_decode)) if times.run_ns else (0, 0)
+    load_ns = 0 if times.is_beside else sum(times.load_times_ns)
     return StepStats(
         num_sequences=len(plan.chunks),
         num_prefill_tokens=plan.num_tokens - num_decode,
         num_decode_tokens=num_decode,
         num_preempted=len(plan.preempted),
-        run_ns=run_ns,
+        run_ns=times.run_ns,
         load_ns=load_ns,
-        overhead_ns=now_ns - times.begin_ns - run_ns - load_ns,
+        overhead_ns=span_ns - times.run_ns - load_ns,
         prefill_ns=prefill_ns,
         decode_ns=decode_ns,
         load_times_ns=times.load_times_ns,
@@ -122,17 +122,19 @@ class EngineStats:
         self.account_ns["idle"] += idle_ns
         self._ended_ns += idle_ns
 
-    def record(self, step: StepStats, begin_ns: int) -> None:
-        """A step that began at ``begin_ns``."""
+    def record(self, plan: StepPlan, times: StepTimes, until_ns: int) -> StepStats:
+        """A step that landed, and all time up to ``until_ns`` that is in no account yet."""
+        step = _measure(plan, times, until_ns - self._ended_ns)
         accounts = self.account_ns
         accounts["attributed"] += step.run_ns
         accounts["load"] += step.load_ns
-        accounts["overhead"] += step.overhead_ns + begin_ns - self._ended_ns
-        self._ended_ns = begin_ns + step.run_ns + step.load_ns + step.overhead_ns
+        accounts["overhead"] += step.overhead_ns
+        self._ended_ns = until_ns
         for load_ns in step.load_times_ns:
             self._load_seconds.observe(load_ns / 1e9)
         if step.num_sequences:
             self._record_batch(step)
+        return step
 
     def families(self) -> list[Family]:
         """Everything as of now. From another thread, numbers may be one step apart."""
@@ -217,8 +219,8 @@ def _block_families(scheduler: Scheduler) -> Iterable[Family]:
 
 def _adapter_families(scheduler: Scheduler) -> Iterable[Family]:
     adapters = scheduler.adapters
-    tiers = {"device": adapters.num_resident, "host": len(adapters.host)}
-    yield _family("tenora_adapters_resident", "gauge", "Adapters whose weights are there", "tier", tiers)
+    tiers = {"device": adapters.num_resident, "cpu": len(adapters.host)}
+    yield _family(RESIDENT_FAMILY, "gauge", "Adapters whose weights are there", "tier", tiers)
     free, idle = adapters.num_free, adapters.num_idle
     states = {"free": free, "idle": idle, "pinned": adapters.num_slots - free - idle}
     yield _family("tenora_adapter_slots", "gauge", "Adapter slots by state", "state", states)

@@ -11,12 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from engine import wire
 from engine.engine import Engine, StepResult
 from engine.errors import EngineError
+from engine.intake import Grammar
 
 logger = logging.getLogger("engine.step")
+
+Answer = TypeVar("Answer")
 
 # A waiting request may need no command to go on (a slot that was pinned is free now): look again, at leisure.
 IDLE_WITH_WORK_S = 0.02
@@ -65,9 +69,9 @@ class StepThread:
         self._inbox.append((call, args))
         self._wake.set()
 
-    def submit(self, submit: wire.Submit) -> None:
+    def submit(self, submit: wire.Submit, grammar: Grammar | None = None) -> None:
         """Adds a request; if the engine won't have it, a Rejected comes with the next output."""
-        self.post(self._add, submit)
+        self.post(self._add, submit, grammar)
 
     def stats(self, reply: Callable[[list[wire.Family]], None]) -> None:
         """Calls ``reply`` on the loop with the engine's families. From the loop only.
@@ -80,9 +84,13 @@ class StepThread:
         else:
             reply(self._engine.stats.families())
 
-    def _add(self, submit: wire.Submit) -> None:
+    def ask(self, question: Callable[[], Answer], reply: Callable[[Answer], None]) -> None:
+        """Has ``question()`` answered between two steps, and calls ``reply`` with the answer on the loop."""
+        self.post(lambda: self._on_loop(reply, question()))
+
+    def _add(self, submit: wire.Submit, grammar: Grammar | None) -> None:
         try:
-            self._engine.add(submit)
+            self._engine.add(submit, grammar)
         except EngineError as error:
             self._rejected.append(wire.Rejected(submit.request_id, error.code, str(error)))
 
@@ -108,7 +116,7 @@ class StepThread:
         if self._rejected or (result and (result.deltas or result.scores or result.finished or result.wanted)):
             rejected, self._rejected = self._rejected, []
             self._on_loop(self._deliver, StepOutput(rejected, result))
-        return result is not None and result.stats.num_tokens > 0
+        return result is not None and (result.stats.num_tokens > 0 or result.in_flight)
 
     def _idle(self) -> None:
         if self._stopping:  # its wake may have been taken for a command's

@@ -1,7 +1,6 @@
 """Messages between a gateway and an engine: length-prefixed msgpack, one tagged struct a frame.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. Token ids travel as little-endian
-int32 bytes (``pack_ids``), so that a step's deltas cost one copy and no per-token object.
+How frames and token ids are written is ``framing.py``'s; its names are also found here.
 
 Life of a request, seen on the wire (G = gateway, E = engine):
 
@@ -16,41 +15,31 @@ Life of a request, seen on the wire (G = gateway, E = engine):
 No torch, no tenant, no HTTP: ``flow``, ``cache_namespace``, ``context`` and adapter keys are opaque.
 """
 
-import struct
-from array import array
-from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
+from engine.framing import Frames, WireError, frame, pack_ids, unpack_ids  # noqa: F401 (names of the wire too)
+from engine.wire_adapters import (  # noqa: F401 (the wire's other half)
+    ADAPTER_CHUNK_BYTES,
+    AdapterChunk,
+    AdapterForget,
+    AdapterUnavailable,
+    AdapterWanted,
+    ResidencyReply,
+    ResidencyRequest,
+    Tier,
+)
+from engine.wire_cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
+
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two
-MAX_FRAME_BYTES = 64 << 20
 MAX_CONTEXT_BYTES = 512
-ADAPTER_CHUNK_BYTES = 1 << 20
 
 FlowClass: TypeAlias = Literal["interactive", "standard", "batch"]
 FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error"]
 Role: TypeAlias = Literal["gateway", "observer"]
-
-_LENGTH = struct.Struct(">I")
-
-
-class WireError(Exception):
-    """The peer sent bytes that are not our protocol; the connection ends."""
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids → int32 bytes. Raises OverflowError for an id that is no int32."""
-    return array("i", ids).tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    """int32 bytes → token ids."""
-    ids = array("i")
-    ids.frombytes(data)
-    return ids.tolist()
 
 
 class Flow(Struct, frozen=True, array_like=True):
@@ -66,7 +55,9 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
     ``max_tokens`` is the hard bound of each choice (0 = score the prompt only); ``temperature`` 0 is greedy
     with ties to the lowest id; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``logprobs`` and
-    ``prompt_logprobs`` are numbers of alternatives, -1 = not wanted, 0 = the token's own only.
+    ``prompt_logprobs`` are numbers of alternatives, -1 = not wanted, 0 = the token's own only. ``grammar`` is what
+    the output must be, in llguidance's words ("" = anything); its end ends the choice with ``stop``, whatever
+    ``min_tokens`` and ``ignore_eos`` say, and one that costs too much ends it with ``length``.
     """
 
     max_tokens: int
@@ -84,6 +75,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -109,37 +101,6 @@ class Usage(Struct, frozen=True):
     prefill_ns: int = 0
     decode_ns: int = 0
     gpu_ns: int = 0
-
-
-class ModelCard(Struct, frozen=True):
-    """What an engine serves. ``modules`` maps each adaptable linear to its (in, out) sizes."""
-
-    model: str
-    revision: str  # hex digest of the weights' source; part of every cache namespace
-    vocab_size: int
-    context_tokens: int
-    block_size: int
-    num_blocks: int
-    num_layers: int
-    modules: dict[str, tuple[int, int]]
-    max_lora_rank: int
-    adapter_slots: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    device: str
-
-
-class TokenizerCard(Struct, frozen=True):
-    """The model's own tokenizer and chat template, so that a gateway reads no model file.
-
-    ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_str`` takes; ``tokens`` names the template's
-    variables (bos_token, eos_token, …); ``add_bos`` says that plain prompts begin with bos.
-    """
-
-    tokenizer_json: str
-    chat_template: str
-    tokens: dict[str, str]
-    add_bos: bool
 
 
 class Family(Struct, frozen=True):
@@ -210,30 +171,6 @@ class Close(Struct, frozen=True, tag="close"):
     surplus_tokens: int = 0
 
 
-class AdapterChunk(Struct, frozen=True, tag="adapter_chunk"):
-    """A piece (≤ 1 MiB) of a canonical adapter file; ``sha256`` is the whole file's, hex."""
-
-    adapter_key: str
-    offset: int
-    total_bytes: int
-    sha256: str
-    data: bytes
-
-
-class AdapterUnavailable(Struct, frozen=True, tag="adapter_unavailable"):
-    """The gateway can't give that adapter (deleted, or its bytes fail their hash): code for the caller."""
-
-    adapter_key: str
-    code: str
-    message: str
-
-
-class AdapterForget(Struct, frozen=True, tag="adapter_forget"):
-    """A deleted version: drop it from every tier as soon as no running sequence uses it."""
-
-    adapter_key: str
-
-
 class Ack(Struct, frozen=True, tag="ack"):
     """The ledger has records up to and including ``number``, whose hash is ``hash``."""
 
@@ -253,7 +190,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):
-    """Not accepted: ``code`` is busy | draining | too_long | invalid."""
+    """Not accepted: ``code`` is busy | draining | too_long | invalid | invalid_grammar."""
 
     request_id: str
     code: str
@@ -292,18 +229,12 @@ class StepFrame(Struct, frozen=True, tag="step"):
 
 class Finished(Struct, frozen=True, tag="finished"):
     """Terminal: all choices have ended. ``error_code`` '' is success, else what ended it (adapter_corrupt,
-    adapter_unavailable, invalid_adapter, internal)."""
+    adapter_unavailable, adapter_delayed, invalid_adapter, internal)."""
 
     request_id: str
     usage: Usage
     error_code: str = ""
     error_message: str = ""
-
-
-class AdapterWanted(Struct, frozen=True, tag="adapter_wanted"):
-    """The engine has no copy of this adapter: answer with AdapterChunks or AdapterUnavailable."""
-
-    adapter_key: str
 
 
 class Record(Struct, frozen=True, tag="record"):
@@ -346,8 +277,9 @@ OUTCOME_LOST = 0
 
 ToEngine: TypeAlias = (
     Hello | Submit | Grant | Abort | Close | AdapterChunk | AdapterUnavailable | AdapterForget | Ack | StatsRequest
-)
-ToGateway: TypeAlias = Welcome | Rejected | StepFrame | Finished | AdapterWanted | Record | StatsReply
+    | ResidencyRequest
+)  # fmt: skip
+ToGateway: TypeAlias = Welcome | Rejected | StepFrame | Finished | AdapterWanted | Record | StatsReply | ResidencyReply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -356,31 +288,7 @@ _to_gateway = msgspec.msgpack.Decoder(ToGateway)
 
 def encode(message: ToEngine | ToGateway) -> bytes:
     """A message as one frame, length first."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts a byte stream into frame bodies. Feed it what arrived; iterate what is whole.
-
-    Raises WireError for a frame over ``max_bytes``: the peer is broken or not ours.
-    """
-
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._buffer = bytearray()
-        self._max_bytes = max_bytes
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        self._buffer += data
-        while len(self._buffer) >= 4:
-            (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > self._max_bytes:
-                raise WireError(f"frame of {size} bytes, {self._max_bytes} allowed")
-            if len(self._buffer) < 4 + size:
-                return
-            body = bytes(self._buffer[4 : 4 + size])
-            del self._buffer[: 4 + size]
-            yield body
+    return frame(_encoder.encode(message))
 
 
 def decode_to_engine(body: bytes) -> ToEngine:

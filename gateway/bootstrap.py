@@ -17,7 +17,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 import migrations
 from gateway.bodies import key_body, operator_body, rate_card_body, tenant_body
-from gateway.client import Api, ApiFailed, adapter_files
+from gateway.client import Api, ApiFailed, push_adapter
 from gateway.ops_app import OpsContext
 from gateway.settings import DEFAULT_MODEL, MOE_MODEL, CannotStart, Settings, parse_model
 from tenants import keys
@@ -241,5 +241,4 @@ def _push(api: Api, adapter: str, base_model: str) -> None:
     except ApiFailed as error:
         if error.status != 404:
             raise
-        fields = {"name": adapter, "base_model": base_model, "expected_version": "0"}
-        api.call("POST", "/adapters", data=fields, files=adapter_files(_DEMO / adapter))
+        push_adapter(api, _DEMO / adapter, adapter, base_model, expected_version=0)

@@ -62,6 +62,7 @@ ENGINE_CODES: dict[str, str | None] = {
     "too_long": "context_length_exceeded",
     "invalid": None,
     "adapter_corrupt": "adapter_corrupt",
+    "adapter_delayed": "overloaded",
     "adapter_unavailable": "adapter_unavailable",
     "invalid_adapter": "invalid_adapter",
 }

@@ -16,6 +16,7 @@ from gateway.targets import Targets
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Principal
+from tenants.staged_uploads import StagedUploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Parts:
     adapters: Adapters
     database: Database
     blobs: BlobStore
+    uploads: StagedUploads
     started_unix_s: int
 
 

@@ -117,6 +117,14 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 class Rollback(Struct, frozen=True):
     version: Annotated[int, Meta(ge=1, le=1 << 30)]
+    expected_version: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+
+
+class Commit(Struct, frozen=True):
+    """What a multipart upload says in its fields; the files have come before. ``expected_version`` 0: must be new."""
+
+    base_model: Name
+    expected_version: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────
@@ -218,7 +226,7 @@ class Answer(Struct, frozen=True):
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest, Rollback)
+Body = TypeVar("Body", ChatRequest, CompletionRequest, Rollback, Commit)
 _decoders = {kind: msgspec.json.Decoder(kind) for kind in Body.__constraints__}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")

@@ -20,7 +20,7 @@ MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 _INLINE_CHARS = 16_384  # more text than this is encoded in a thread: about 4 ms of the event loop
 _CLASSES: tuple[FlowClass, ...] = ("interactive", "standard", "batch")
-_TIER_OF: dict[FlowClass, str] = {"interactive": "priority", "standard": "default", "batch": "flex"}
+TIER_OF: dict[FlowClass, str] = {"interactive": "priority", "standard": "default", "batch": "flex"}
 
 Operation: TypeAlias = Literal["chat", "completions"]
 Kind: TypeAlias = type[ChatRequest] | type[CompletionRequest]
@@ -80,7 +80,7 @@ class Work:
     @property
     def service_tier(self) -> str:
         """The tier that was used, in OpenAI's words."""
-        return _TIER_OF[self.flow_class]
+        return TIER_OF[self.flow_class]
 
 
 class Reader:

@@ -4,13 +4,13 @@ Every key that PEFT 0.21 writes is named here. What would change the computation
 name; what only steered training is ignored; an unknown key must have an empty value.
 """
 
-import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tenants.adapter_json import clip, clip_all, parse_object
-from tenants.adapter_patterns import is_simple
+from tenants.adapter_patterns import are_few, is_simple
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65_536.0
@@ -18,12 +18,12 @@ DEFAULT_ALPHA = DEFAULT_RANK = 8  # PEFT's, for files that leave them out
 
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "task_type",
-    "init_lora_weights", "base_model_name_or_path",
+    "init_lora_weights", "base_model_name_or_path", "target_modules", "layers_to_transform", "target_parameters",
+    "peft_version",
 }  # fmt: skip
 _IGNORED = {  # training, provenance, or said by the tensors' own keys
     "auto_mapping", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-    "runtime_config", "target_modules",
+    "lora_dropout", "megatron_core", "qalora_group_size", "revision", "runtime_config",
 }  # fmt: skip
 _REFUSED = {  # unless empty: what it would need
     "alora_invocation_tokens": "activated LoRA",
@@ -38,7 +38,6 @@ _REFUSED = {  # unless empty: what it would need
     "megatron_config": "Megatron layers",
     "modules_to_save": "full weights in an adapter",
     "monteclora_config": "MonteCLoRA",
-    "target_parameters": "adapters on bare parameters",
     "trainable_token_indices": "trained token embeddings",
     "use_bdlora": "block-diagonal LoRA",
     "use_dora": "DoRA",
@@ -50,7 +49,12 @@ _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # those tha
 
 @dataclass(slots=True)
 class AdapterSettings:
-    """What of the config counts. ``reasons`` speak against the upload, ``warnings`` don't."""
+    """What of the config counts; ``reasons`` speak against the upload.
+
+    ``target_modules`` and ``layers_to_transform`` are None where the config leaves them to a rule or says nothing:
+    they never decide what is loaded. ``is_swapped``: whether fused experts are as PEFT wrote them before 0.20; None =
+    unknown.
+    """
 
     alpha: float = DEFAULT_ALPHA
     rank: int = DEFAULT_RANK
@@ -58,11 +62,11 @@ class AdapterSettings:
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     base_model: str = ""
+    target_modules: list[str] | None = None
+    layers_to_transform: list[int] | None = None
+    target_parameters: list[str] = field(default_factory=list)
+    is_swapped: bool | None = None
     reasons: list[str] = field(default_factory=list)
-
-    def scale(self, alpha: float, rank: int) -> float:
-        """alpha/r, or alpha/√r when rank-stabilised (arXiv 2312.03732)."""
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def read_config(data: bytes) -> AdapterSettings:
@@ -80,7 +84,27 @@ def read_config(data: bytes) -> AdapterSettings:
     settings.alpha_pattern = _pattern(settings, raw, "alpha_pattern", _is_alpha)
     base_model = raw.get("base_model_name_or_path")
     settings.base_model = base_model if isinstance(base_model, str) else ""
+    _read_targets(settings, raw)
     return settings
+
+
+def _read_targets(settings: AdapterSettings, raw: dict[str, Any]) -> None:
+    """What the config says of the places; a regex or "all-linear" is a rule of the trainer's, never run."""
+    targets = _field(settings, raw, "target_modules", [], lambda value: isinstance(value, str) or _is_list(value, str))
+    settings.target_modules = targets if targets and isinstance(targets, list) else None
+    layers = _field(settings, raw, "layers_to_transform", [], lambda value: type(value) is int or _is_list(value, int))
+    settings.layers_to_transform = [layers] if isinstance(layers, int) else layers or None
+    settings.target_parameters = _field(settings, raw, "target_parameters", [], lambda value: _is_list(value, str))
+    settings.is_swapped = _is_swapped(raw.get("peft_version"))
+
+
+def _is_swapped(version: Any) -> bool | None:
+    """PEFT 0.20 changed it; what was built between 0.19 and 0.20 may be either."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})\b", version, re.ASCII) if isinstance(version, str) else None
+    if match is None:
+        return None
+    release = int(match[1]), int(match[2])
+    return None if "dev" in version and (0, 19) <= release <= (0, 20) else release < (0, 20)
 
 
 def _kind_reasons(raw: dict[str, Any]) -> list[str]:
@@ -125,6 +149,9 @@ def _pattern(settings: AdapterSettings, raw: dict[str, Any], key: str, check: Ca
         settings.reasons.append(
             f"{key}: only literal suffixes and simple forms are read, not {clip_all(complex_forms)}"
         )
+    elif not are_few(value):
+        settings.reasons.append(f"{key}: patterns of too many different forms")
+        return {}
     out_of_range = [pattern for pattern in value if not check(value[pattern])]
     if out_of_range:
         settings.reasons.append(f"{key}: values out of range at {clip_all(out_of_range)}")
@@ -137,6 +164,10 @@ def _is_rank(value: Any) -> bool:
 
 def _is_alpha(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= MAX_ALPHA
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
 def _is_empty(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The numbers in an upload's tensors, looked at in bounded chunks: finite, of a sane size, and not all zero."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
@@ -9,6 +10,7 @@ from tenants.adapter_header import TensorEntry
 
 CHUNK_BYTES = 1 << 20
 MAX_MAGNITUDE = 1e4  # trained values are below 10; beyond this, products could leave fp32
+MAX_DELTA_NORM = 1e6  # of scale · B · A, which trained adapters have below 1e3
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,13 +27,22 @@ def chunks(file: BinaryIO, entry: TensorEntry) -> Iterator[bytes]:
         yield data
 
 
-def largest(file: BinaryIO, entry: TensorEntry) -> float:
-    """The largest magnitude in a tensor; inf when any value is NaN or infinite."""
-    most = 0.0
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """Of a tensor: its largest magnitude (inf when any value is NaN or infinite) and its Frobenius norm."""
+
+    largest: float
+    norm: float
+
+
+def measure(file: BinaryIO, entry: TensorEntry) -> Magnitude:
+    largest = squares = 0.0
     for data in chunks(file, entry):
-        magnitude = float(np.abs(_floats(data, entry.dtype)).max())  # NaN wins over every number
-        most = max(most, magnitude if np.isfinite(magnitude) else np.inf)
-    return most
+        values = _floats(data, entry.dtype)
+        magnitude = float(np.abs(values).max())  # NaN wins over every number
+        largest = max(largest, magnitude if np.isfinite(magnitude) else np.inf)
+        squares += float(np.square(values, dtype=np.float64).sum())
+    return Magnitude(largest, squares**0.5)
 
 
 def _floats(data: bytes, dtype: str) -> Array:

@@ -91,7 +91,9 @@ class KeyRepository:
         Raises NotFound, InvalidValue.
         """
         limits = dict(changes)
-        scopes: list[tuple[ScopeKind, Any]] = [(kind, limits.pop(kind)) for kind in SCOPE_KINDS if limits.get(kind) is not None]
+        scopes: list[tuple[ScopeKind, Any]] = [
+            (kind, limits.pop(kind)) for kind in SCOPE_KINDS if limits.get(kind) is not None
+        ]
         for kind in SCOPE_KINDS:
             limits.pop(kind, None)
         if len(scopes) > 1:

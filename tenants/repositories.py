@@ -29,7 +29,15 @@ from tenants.limits import (
 from tenants.pricing import PriceKey, RateCard
 from tenants.record_repository import RecordRepository, UsageBucket, UsageQuery, UsageRow
 from tenants.stamps import change_stamp, new_id
-from tenants.tables import AdapterAlias, AdapterVersion, ApiKey, RateCardItem, RateCardVersion, Tenant
+from tenants.tables import (
+    AdapterAlias,
+    AdapterVersion,
+    ApiKey,
+    IdempotentRequest,
+    RateCardItem,
+    RateCardVersion,
+    Tenant,
+)
 
 __all__ = [
     "KEY_LIMITS",
@@ -118,7 +126,7 @@ class TenantRepository:
         tenant = await self._change(tenant_id, _bury)
         versions = select(AdapterVersion.sha256).where(AdapterVersion.tenant_id == tenant_id)
         orphans = sorted(set((await self._session.exec(versions)).all()))
-        for table in (AdapterAlias, AdapterVersion, ApiKey):
+        for table in (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest):
             await self._session.exec(delete(table).where(col(table.tenant_id) == tenant.tenant_id))
         return orphans
 

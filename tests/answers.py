@@ -8,9 +8,10 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.flight import StepHandle
 from engine.models.decoder import Decoder
 from engine.runner import Runner
-from engine.scheduler import ChunkResult, StepPlan
+from engine.scheduler import StepPlan
 from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit, pack_ids, unpack_ids
 from tests.families import HfModel
@@ -32,14 +33,14 @@ class RecordingRunner(Runner):
 
         model.logits = recorded  # what the runner gets, as it gets it
 
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
+    def launch(self, plan: StepPlan) -> StepHandle:
         self._step.clear()
-        results = super().run(plan)
+        handle = super().launch(plan)
         drawn = [chunk for chunk in plan.chunks if chunk.samples]
         for chunk, row in zip(drawn, self._step[0] if drawn else (), strict=True):
             self.logits.setdefault(chunk.sequence.request.request_id, []).append(row.clone())
         self.most_at_once = max(self.most_at_once, len(plan.chunks))
-        return results
+        return handle
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidAdapter
+from engine.flight import Computed
 from engine.scheduler import Chunk, ChunkResult, StepPlan
-from engine.sequence import Sequence
+from engine.sequence import PENDING, Sequence
 
 VOCAB_SIZE = 61
 EOS = 0
@@ -53,12 +54,14 @@ class Cell:
 
 @dataclass
 class ArithmeticRunner:
-    """The contract of ``engine.runner.Runner``, checked from the other side."""
+    """The contract of ``engine.runner.Runner``, checked from the other side. With ``overlaps`` it tells what a step
+    has drawn when it is asked, and by then the next one may have been launched."""
 
     config: EngineConfig
     clock: Clock = field(default_factory=Clock)
     model_info: Model = field(default_factory=Model)
     expert_load: None = None
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         self.cells: dict[tuple[int, int], Cell] = {}
@@ -66,8 +69,9 @@ class ArithmeticRunner:
         self.generations: dict[tuple[int, int], str] = {}
         self.plans: list[StepPlan] = []
         self.num_loads = 0
+        self.drawn: dict[tuple[int, int], int] = {}  # by sequence and position
 
-    def run(self, plan: StepPlan) -> list[ChunkResult]:
+    def launch(self, plan: StepPlan) -> Computed:
         self.plans.append(plan)
         self._check_plan(plan)
         for chunk in plan.chunks:
@@ -78,7 +82,10 @@ class ArithmeticRunner:
         for chunk in plan.chunks:  # nobody's write has hit somebody else's context
             self._check_context(chunk, chunk.start + chunk.num_tokens)
         self.clock.now_ns += 1_000 + 13 * plan.num_tokens
-        return [self._result(chunk) for chunk in plan.chunks]
+        results = [self._result(chunk) for chunk in plan.chunks]
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            self.drawn[chunk.sequence.seq_id, chunk.end] = result.token_id
+        return Computed(results)
 
     def load_slot(self, slot: int, weights: Weights) -> None:
         assert self.slots[slot] is None, f"slot {slot} was not cleared"
@@ -102,6 +109,8 @@ class ArithmeticRunner:
             assert chunk.samples == (end == len(sequence.token_ids) and sequence.limit > 0)
             assert end <= len(sequence.block_table) * self.config.block_size
             assert (sequence.adapter_slot < 0) == (not sequence.adapter_key)
+            assert not (sequence.needs_history and sequence.is_pending), f"{sequence} is drawn without its history"
+            assert self.overlaps or not sequence.is_pending, "a step is launched before its tokens are known"
             if sequence.adapter_key:
                 self._check_slot(sequence)
 
@@ -117,7 +126,7 @@ class ArithmeticRunner:
         for position in range(end):
             cell = self.cells.get(self._place(sequence, position))
             assert cell is not None, f"{sequence} reads position {position}, which was never written"
-            digest = advance(digest, sequence.token_ids[position], sequence.adapter_key)
+            digest = advance(digest, self._token(sequence, position), sequence.adapter_key)
             assert cell.namespace == sequence.request.submit.cache_namespace, f"{sequence} reads another namespace"
             assert cell.adapter == sequence.adapter_key, f"{sequence} reads what another adapter computed"
             assert cell.digest == digest, f"{sequence} reads other tokens at position {position}"
@@ -127,7 +136,7 @@ class ArithmeticRunner:
         digest = self.cells[self._place(sequence, chunk.start - 1)].digest if chunk.start else 0
         weights = self.slots[sequence.adapter_slot] if sequence.adapter_slot >= 0 else None
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            digest = advance(digest, sequence.token_ids[position], weights.key if weights else "")
+            digest = advance(digest, self._token(sequence, position), weights.key if weights else "")
             place = self._place(sequence, position)
             assert place not in written, "two sequences write one place in one step"
             written.add(place)
@@ -148,6 +157,10 @@ class ArithmeticRunner:
         digest = self.cells[self._place(sequence, end - 1)].digest
         token = draw(digest, sequence.sampling, sequence.seed, sequence.num_output_tokens)
         return ChunkResult(token, score(digest, token) if sequence.sampling.logprobs >= 0 else None, scores)
+
+    def _token(self, sequence: Sequence, position: int) -> int:
+        token = sequence.token_ids[position]
+        return self.drawn[sequence.seq_id, position] if token == PENDING else token
 
     def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.config.block_size)
@@ -193,10 +206,10 @@ def expected_scores(prompt: list[int], adapter: str) -> tuple[wire.TokenLogprobs
     return tuple(scores)
 
 
-def make_engine(**sizes: int) -> tuple[Engine, ArithmeticRunner]:
+def make_engine(overlaps: bool = False, **sizes: int) -> tuple[Engine, ArithmeticRunner]:
     """A small engine over an arithmetic runner, with the peer's clock and seeds 1000, 1001, …"""
     config = EngineConfig(**{"block_size": 4, "num_blocks": 64, "context_tokens": 128, "max_step_tokens": 16, **sizes})
-    runner = ArithmeticRunner(config)
+    runner = ArithmeticRunner(config, overlaps=overlaps)
     seeds = iter(range(1_000, 1_000_000_000))
     return Engine(config, runner, clock=runner.clock, seed_source=lambda: next(seeds)), runner
 

@@ -12,9 +12,8 @@ from engine.memory import lazy_zeros
 from engine.models.config import FrequencyDivisors, Llama3Scaling, ModelConfig, RopeConfig
 from engine.models.linear import Linear, LoraStep
 from kernels.paged_attention import paged_attention
+from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.rms_norm import rms_norm
-from kernels.rope import rope
-from kernels.store_kv import store_kv
 
 
 class KVCache:
@@ -30,22 +29,8 @@ class KVCache:
 
 
 def as_they_are(heads: Tensor) -> Tensor:
-    """The heads of a family that does not normalise them."""
+    """The heads of a family that does not normalise them, or each by itself."""
     return heads
-
-
-class HeadNorms:
-    """Every query head and every key head normalised by itself (Qwen3)."""
-
-    def __init__(self, config: ModelConfig, query: Tensor, key: Tensor) -> None:
-        self.weights = query, key  # [D] each
-        self.sizes = config.attention.num_heads, config.attention.num_kv_heads
-        self.eps = config.rms_norm_eps
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """heads [T, N_q + N_kv, D], the query heads first → the same shape."""
-        parts = zip(heads.split(self.sizes, dim=1), self.weights, strict=True)
-        return torch.cat([rms_norm(part.flatten(0, 1), weight, self.eps).view_as(part) for part, weight in parts], 1)
 
 
 class WholeNorms:
@@ -63,10 +48,19 @@ class WholeNorms:
 
 
 class Attention:
-    """q, k, v in one product, norms of q and k where a family has them, rope, paged attention, o."""
+    """q, k, v in one product, norms of q and k where a family has them, rope, paged attention, o.
+
+    ``norms`` sees all heads of q and k, ``head_norms`` each by itself.
+    """
 
     def __init__(
-        self, config: ModelConfig, layer: int, qkv: Linear, output: Linear, norms: Callable[[Tensor], Tensor]
+        self,
+        config: ModelConfig,
+        layer: int,
+        qkv: Linear,
+        output: Linear,
+        norms: Callable[[Tensor], Tensor] = as_they_are,
+        head_norms: HeadNorms | None = None,
     ) -> None:
         attention = config.attention
         self.layer = layer
@@ -78,15 +72,16 @@ class Attention:
         self.qkv = qkv
         self.output = output
         self.norms = norms
+        self.head_norms = head_norms
 
     def __call__(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, rope_table: Tensor) -> Tensor:
         """x [T, H] → [T, H]; writes the keys and values of the T tokens."""
         num_turned = self.num_heads + self.num_kv_heads
         heads = self.qkv(x, lora).unflatten(-1, (num_turned + self.num_kv_heads, self.head_dim))
-        turned = rope(self.norms(heads[:, :num_turned]), batch.positions, rope_table)
+        turned, new = self.norms(heads[:, :num_turned]), heads[:, num_turned:]
         keys, values = kv.keys[self.layer], kv.values[self.layer]
-        store_kv(turned[:, self.num_heads :], heads[:, num_turned:], keys, values, batch.slot_mapping)
-        queries = turned[:, : self.num_heads].contiguous()
+        places = batch.positions, rope_table, keys, values, batch.slot_mapping
+        queries = qk_rope_kv(turned, new, *places, self.head_norms)
         seen = paged_attention(queries, keys, values, batch.attention, scale=self.head_dim**-0.5)
         return self.output(seen.flatten(1), lora)
 

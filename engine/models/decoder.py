@@ -3,18 +3,20 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.models.attention import Attention, HeadNorms, KVCache, WholeNorms, as_they_are, inverse_frequencies
+from engine.models.attention import Attention, KVCache, WholeNorms, inverse_frequencies
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, LoraSlots, LoraStep
 from engine.models.mlp import GatedMlp
 from engine.models.moe import MoeMlp, moe_mlp
 from kernels.linear import LinearWeight, linear
-from kernels.rms_norm import rms_norm
+from kernels.qk_rope_kv import HeadNorms
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope_table
 
 Weights = Mapping[str, Tensor]
@@ -25,8 +27,11 @@ class RmsNorm:
         self.weight = weight
         self.eps = config.rms_norm_eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Of x, or of the sum that ``residual`` becomes by adding x to it."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +49,19 @@ def _fused(weights: Weights, layer: int, parent: str, modules: tuple[str, ...]) 
     return Linear(layer, modules, [weights[f"{name}.weight"] for name in names], biases)
 
 
-def _attention(
-    config: ModelConfig, weights: Weights, layer: int, norms: Callable[[Tensor], Tensor] = as_they_are
-) -> Attention:
+def _attention(config: ModelConfig, weights: Weights, layer: int, **norms: Any) -> Attention:
     fused = partial(_fused, weights, layer, "self_attn")
-    return Attention(config, layer, fused(("q_proj", "k_proj", "v_proj")), fused(("o_proj",)), norms)
+    return Attention(config, layer, fused(("q_proj", "k_proj", "v_proj")), fused(("o_proj",)), **norms)
 
 
 def _attention_with_head_norms(config: ModelConfig, weights: Weights, layer: int) -> Attention:
     query, key = (weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
-    return _attention(config, weights, layer, HeadNorms(config, query, key))
+    return _attention(config, weights, layer, head_norms=HeadNorms(query, key, config.rms_norm_eps))
 
 
 def _attention_with_whole_norms(config: ModelConfig, weights: Weights, layer: int) -> Attention:
     query, key = (weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
-    return _attention(config, weights, layer, WholeNorms(config, query, key))
+    return _attention(config, weights, layer, norms=WholeNorms(config, query, key))
 
 
 def _gated_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMlp:
@@ -81,7 +84,8 @@ PARTS: dict[str, Parts] = {  # biases, windows and rope's stretch follow from th
 
 
 class Layer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). The sum stands in ``residual`` and lacks the last term: whoever
+    comes next adds it in its norm."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
         parts = PARTS[config.family]
@@ -91,9 +95,13 @@ class Layer:
         self.mlp_norm = parts.norm(config, weights[f"{prefix}.post_attention_layernorm.weight"])
         self.mlp = parts.mlp(config, weights, layer)
 
-    def __call__(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, kv, lora, table)
-        return x + self.mlp(self.mlp_norm(x), lora)
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor
+    ) -> Tensor:
+        """x: what ``residual`` lacks (None: nothing) → what it lacks then. Both [T, H]; residual grows in place."""
+        normed = self.attention_norm(residual) if x is None else self.attention_norm(x, residual)
+        x = self.attention(normed, batch, kv, lora, table)
+        return self.mlp(self.mlp_norm(x, residual), lora)
 
     def linears(self) -> tuple[Linear | MoeMlp, ...]:
         return self.attention.qkv, self.attention.output, *self.mlp.linears()
@@ -129,10 +137,11 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots) -> Tensor:
         """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``."""
         step = LoraStep(lora, batch.lora)
-        x = F.embedding(batch.token_ids, self.embedding)
+        residual = F.embedding(batch.token_ids, self.embedding)
+        x = None
         for layer in self.layers:
-            x = layer(x, batch, kv, step, self.rope_table)
-        return self.norm(x)
+            x = layer(x, residual, batch, kv, step, self.rope_table)
+        return self.norm(residual) if x is None else self.norm(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → [R, V] fp32."""

@@ -27,8 +27,8 @@ class _Watched(RmsNorm):
         self.weight, self.eps = norm.weight, norm.eps
         self.mean: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = super().__call__(x)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = super().__call__(x, residual)
         self.mean = y.float().mean(0)
         return y
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from gateway.client import Api, adapter_files
+from gateway.client import Api, adapter_bytes, progress, push_adapter
 from gateway.commands.common import Failed, show, tenant_options
 
 ADAPTER = {"name": "NAME", "version": "VERSION", "base_model": "BASE MODEL", "lora_rank": "RANK", "sha256": "SHA-256"}
@@ -24,15 +24,13 @@ def adapter() -> None:
 @tenant_options
 def adapter_push(folder: Path, name: str | None, base_model: str, expected_version: int | None, **common: Any) -> None:
     """Upload FOLDER (adapter_config.json, adapter_model.safetensors) as the next version."""
-    fields = {"name": name or folder.resolve().name, "base_model": base_model}
-    if expected_version is not None:
-        fields["expected_version"] = str(expected_version)
+    api, name = Api(common["url"], common["api_key"]), name or folder.resolve().name
     try:
-        files = adapter_files(folder)
+        with progress(f"sending {name}", adapter_bytes(folder)) as sent:
+            answer = push_adapter(api, folder, name, base_model, expected_version, sent)
     except OSError as error:
         raise Failed(f"{error.filename} can't be read: FOLDER is what PEFT's save_pretrained writes") from error
-    api = Api(common["url"], common["api_key"])
-    show(api.call("POST", "/adapters", data=fields, files=files), common["as_json"], ADAPTER)
+    show(answer, common["as_json"], ADAPTER)
 
 
 @adapter.command("list")

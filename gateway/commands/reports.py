@@ -17,12 +17,16 @@ def report() -> None:
 @click.option("--start-time", type=int, required=True, help="Unix seconds, inclusive.")
 @click.option("--end-time", type=int, help="Unix seconds, exclusive.  [default: now]")
 @click.option("--bucket-width", type=click.Choice(["1m", "1h", "1d"]), default="1d", show_default=True)
-@click.option("--group-by", multiple=True, help="model, api_key_id, project_id. Repeatable.")
+@click.option("--group-by", multiple=True, help="model, api_key_id, service_tier, …  Repeatable.")
 @tenant_options
 def report_usage(url: str, api_key: str, as_json: bool, **query: Any) -> None:
     """Tokens and requests by time."""
     wanted = {name: value for name, value in query.items() if value not in (None, ())}
-    answer = Api(url, api_key).call("GET", "/organization/usage/completions", params=wanted)
-    rows = [row | {"start_time": bucket["start_time"]} for bucket in answer["data"] for row in bucket["results"]]
+    buckets = Api(url, api_key).every("/organization/usage/completions", wanted)
+    rows = [row | {"start_time": bucket["start_time"]} for bucket in buckets for row in bucket["results"]]
     columns = ("start_time", "model", "input_tokens", "input_cached_tokens", "output_tokens", "num_model_requests")
-    show(answer if as_json else {"data": rows}, as_json, {name: name.upper() for name in columns})
+    show(
+        {"object": "page", "data": buckets} if as_json else {"data": rows},
+        as_json,
+        {name: name.upper() for name in columns},
+    )

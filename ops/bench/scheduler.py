@@ -11,13 +11,14 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.flight import Computed
 from engine.scheduler import ChunkResult, StepPlan
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
 
@@ -39,11 +40,13 @@ class InstantRunner:
         self.expert_load = None
         self.spent_ns = 0
 
-    def run(self, plan: StepPlan) -> Sequence[ChunkResult]:
+    overlaps = False
+
+    def launch(self, plan: StepPlan) -> Computed:
         begin_ns = time.thread_time_ns()
         results = [ChunkResult(1 if chunk.samples else -1) for chunk in plan.chunks]
         self.spent_ns = time.thread_time_ns() - begin_ns
-        return results
+        return Computed(results)
 
     def load_slot(self, slot: int, weights: object) -> None:
         raise AssertionError("no adapters here")

@@ -15,4 +15,4 @@ class Machines(Controller):
     @get("/engines", guards=[needs("read")])
     async def engines(self, state: State) -> Body:
         await state.fleet.pull()
-        return listed(state.fleet.engines())
+        return listed(await state.fleet.engines())

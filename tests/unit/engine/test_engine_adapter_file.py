@@ -11,7 +11,8 @@ import torch
 
 from engine.weights.adapter import read_adapter
 from engine.weights.errors import CorruptAdapter
-from tenants.adapters import AdapterShape, canonicalise
+from tenants.adapter_shape import AdapterShape
+from tenants.adapters import canonicalise
 
 ROOT = Path(__file__).parents[3]
 

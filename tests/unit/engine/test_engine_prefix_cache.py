@@ -22,7 +22,7 @@ def published(prompt: list[int], namespace: bytes = b"n", computed: int | None =
     owner = sequence(prompt, namespace)
     owner.block_table = pool.allocate(-(-len(prompt) // 4))
     owner.num_computed_tokens = len(prompt) if computed is None else computed
-    cache.publish(owner)
+    cache.publish(owner, owner.num_computed_tokens)
     return cache, owner.block_table
 
 
@@ -74,7 +74,7 @@ def test_an_evicted_block_is_never_found_again():
     cache = PrefixCache(pool, 4)
     owner = sequence(PROMPT)
     owner.block_table, owner.num_computed_tokens = pool.allocate(5), 20
-    cache.publish(owner)
+    cache.publish(owner, owner.num_computed_tokens)
     table = owner.block_table
     pool.release(table)
 

@@ -31,7 +31,7 @@ def test_results_stand_in_the_order_of_the_plan(decoder: Decoder):
         for index, tokens in enumerate(prompts)
     ]
 
-    results = Runner(decoder, CONFIG).run(make_plan(chunks))
+    results = Runner(decoder, CONFIG).launch(make_plan(chunks)).results()
 
     expected = [int(Steps(decoder).prefill([(tokens, -1)])[0][-1].argmax()) for tokens in prompts]
     assert [result.token_id for result in results] == [expected[0], -1, expected[2]]
@@ -42,10 +42,10 @@ def test_results_stand_in_the_order_of_the_plan(decoder: Decoder):
 def test_a_step_makes_the_same_products_for_any_number_of_sequences(decoder: Decoder, num: int):
     runner = Runner(decoder, CONFIG)
     sequences = [make_sequence(prompt_of(5, index), [2 * index, 2 * index + 1]) for index in range(num)]
-    runner.run(make_plan([Chunk(sequence, 0, 4, False, False) for sequence in sequences]))
+    runner.launch(make_plan([Chunk(sequence, 0, 4, False, False) for sequence in sequences]))
     before = runner.num_linear_calls
 
-    runner.run(make_plan([Chunk(sequence, 4, 1, True, False) for sequence in sequences]))
+    runner.launch(make_plan([Chunk(sequence, 4, 1, True, False) for sequence in sequences]))
 
     assert runner.num_linear_calls - before == 4 * 2 + 1  # qkv, o, gate_up, down of two layers, and the head
 
@@ -60,7 +60,8 @@ def test_prompt_scores_are_the_log_probabilities_of_the_next_tokens(decoder: Dec
 
     for first in range(0, total, chunk_size):
         size = min(chunk_size, total - first)
-        (result,) = runner.run(make_plan([Chunk(sequence, first, size, False, first < len(prompt) - 1)]))
+        plan = make_plan([Chunk(sequence, first, size, False, first < len(prompt) - 1)])
+        (result,) = runner.launch(plan).results()
         scores += result.scores
 
     logprobs = Steps(decoder).prefill([(prompt, -1)])[0].log_softmax(-1)
@@ -73,7 +74,7 @@ def test_logprobs_are_of_the_sampled_token(decoder: Decoder):
     tokens = prompt_of(12)
     sequence = make_sequence(tokens, [0, 1, 2], logprobs=3)
 
-    (result,) = Runner(decoder, CONFIG).run(make_plan([Chunk(sequence, 0, 12, True, False)]))
+    (result,) = Runner(decoder, CONFIG).launch(make_plan([Chunk(sequence, 0, 12, True, False)])).results()
 
     logprobs = Steps(decoder).prefill([(tokens, -1)])[0][-1].log_softmax(-1)
     assert result.logprobs is not None
@@ -87,7 +88,7 @@ def test_slots_are_loaded_and_cleared(decoder: Decoder):
 
     def logprob(slot: int) -> float:
         sequence = make_sequence(tokens, [0, 1, 2], slot, prompt_logprobs=0)
-        (result,) = runner.run(make_plan([Chunk(sequence, 0, 10, False, True)]))
+        (result,) = runner.launch(make_plan([Chunk(sequence, 0, 10, False, True)])).results()
         return result.scores[-1].logprob
 
     base = logprob(-1)
@@ -112,7 +113,7 @@ def test_a_pool_full_of_nan_changes_no_result(decoder: Decoder):
 
     def scores(runner: Runner) -> tuple:
         sequence = make_sequence(tokens, [9, 3, 77, 12, 50, 8], prompt_logprobs=0)
-        return runner.run(make_plan([Chunk(sequence, 0, 21, True, True)]))[0].scores
+        return runner.launch(make_plan([Chunk(sequence, 0, 21, True, True)])).results()[0].scores
 
     runner = Runner(decoder, CONFIG)
     for cache in (*runner.kv.keys, *runner.kv.values):

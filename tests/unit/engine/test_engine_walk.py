@@ -36,12 +36,12 @@ SIZES = (
 
 
 class Walk:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, overlaps: bool = False) -> None:
         self.random = random.Random(seed)
         sizes = SIZES[seed % len(SIZES)]
         self.engine: Engine
         self.runner: ArithmeticRunner
-        self.engine, self.runner = make_engine(context_tokens=56, max_waiting_requests=40, **sizes)
+        self.engine, self.runner = make_engine(overlaps, context_tokens=56, max_waiting_requests=40, **sizes)
         self.driver = Driver(self.engine, fetches=False)
         self.requests: dict[str, wire.Submit] = {}
         self.aborted: set[str] = set()
@@ -92,6 +92,7 @@ class Walk:
             logprobs=pick.choice((-1, 0)),
             min_tokens=pick.choice((0, 0, 3)),
             ignore_eos=pick.random() < 0.3,
+            presence_penalty=pick.choice((0.0,) * 15 + (0.5,)),
         )
         try:
             self.driver.add(request)
@@ -187,9 +188,10 @@ class Walk:
             assert min(bounds) <= len(tokens) <= self.requests[name].sampling.max_tokens or filled
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapping"])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_request_ends_once_as_its_solo_run_and_nothing_leaks(seed: int):
-    walk = Walk(seed)
+def test_every_request_ends_once_as_its_solo_run_and_nothing_leaks(seed: int, overlaps: bool):
+    walk = Walk(seed, overlaps)
 
     for _ in range(NUM_OPERATIONS):
         walk.operate()
@@ -203,11 +205,14 @@ def test_every_request_ends_once_as_its_solo_run_and_nothing_leaks(seed: int):
     assert walk.engine.adapters.num_free + walk.engine.adapters.num_idle == walk.engine.adapters.num_slots
     assert sum(scheduler.waiting.num_sequences.values()) == scheduler.waiting.num_tokens == 0
     assert not scheduler.waiting.num_of_adapter
+    walk.engine.forget_adapter(ADAPTERS[2])
+    assert ADAPTERS[2] not in walk.engine.adapters.residency()
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapping"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_nanosecond_of_every_step_is_attributed_to_some_request(seed: int):
-    walk = Walk(seed)
+def test_every_nanosecond_of_every_step_is_attributed_to_some_request(seed: int, overlaps: bool):
+    walk = Walk(seed, overlaps)
 
     for _ in range(NUM_OPERATIONS // 4):
         walk.operate()
@@ -219,11 +224,12 @@ def test_every_nanosecond_of_every_step_is_attributed_to_some_request(seed: int)
     assert sum(walk.engine.stats.phase_ns.values()) == attributed
 
 
-def test_the_walk_meets_what_it_is_there_for():
+@pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapping"])
+def test_the_walk_meets_what_it_is_there_for(overlaps: bool):
     """A walk without preemptions, prefix hits or replaced slots would prove nothing about them."""
     met = {"preempted": 0, "exhausted": 0, "reused": 0, "loads": 0, "mixed": 0}
     for seed in range(4):
-        walk = Walk(seed)
+        walk = Walk(seed, overlaps)
         for _ in range(NUM_OPERATIONS // 2):
             walk.operate()
         walk.drain()

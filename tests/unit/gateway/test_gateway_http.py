@@ -385,7 +385,7 @@ def test_usage_pages_follow_each_other(house: House):
         pages, page = [], None
         while True:
             found = http.get(
-                "/organization/usage/completions", params=query | {"limit": 100} | ({"page": page} if page else {})
+                "/organization/usage/completions", params=query | {"limit": 1} | ({"page": page} if page else {})
             ).json()
             pages += found["data"]
             page = found["next_page"]
@@ -406,6 +406,10 @@ def test_usage_pages_follow_each_other(house: House):
         {"start_time": 0, "bucket_width": "2d"},
         {"start_time": 0, "group_by": "tenant"},
         {"start_time": 0, "limit": 0},
+        {"start_time": 0, "limit": 32},
+        {"start_time": 0, "bucket_width": "1m", "limit": 1441},
+        {"start_time": 0, "batch": "some"},
+        {"start_time": 0, "models": ",".join("m" * 1001)},
         {"start_time": 0, "page": "x"},
     ],
 )

@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 import pickle
+import random
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 
 from tenants.adapter_patterns import Patterns, is_simple
-from tenants.adapters import AdapterShape, CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapter_shape import AdapterShape
+from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
+from tests.adapter_files import Allowed, config, container, encode, listed, safetensors, scales
 
 ROOT = Path(__file__).parents[3]
 MODULES = {
@@ -29,12 +32,6 @@ MODULES = {
 }
 SHAPE = AdapterShape(MODULES, num_layers=2, max_lora_rank=64, served_models=frozenset({"tiny"}))
 PREFIX = "base_model.model.model."
-
-
-@dataclass(frozen=True)
-class Allowed:
-    max_adapter_rank: int = 16
-    max_adapter_bytes: int = 1 << 20
 
 
 # ── making uploads ───────────────────────────────────────────────────────────────────────────────
@@ -62,36 +59,6 @@ def pairs(*modules: str, rank: int = 4, prefix: str = PREFIX, seed: int = 0) -> 
     return tensors
 
 
-def container(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def safetensors(tensors: dict[str, np.ndarray], dtype: str = "F32") -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b""
-    for name, values in tensors.items():
-        raw = encode(values, dtype)
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(values.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    return container(header, data)
-
-
-def encode(values: np.ndarray, dtype: str) -> bytes:
-    if dtype == "BF16":
-        return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
-    return values.astype({"F32": "<f4", "F16": "<f2"}[dtype]).tobytes()
-
-
-def config(**change: Any) -> bytes:
-    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "init_lora_weights": True}
-    return json.dumps(values | change).encode()
-
-
 Upload = Callable[..., CanonicalAdapter]
 
 
@@ -114,16 +81,6 @@ def refusal(upload: Upload, weights: bytes | dict[str, np.ndarray], settings: by
         upload(weights, settings, **more)
     assert caught.value.reasons
     return "\n".join(caught.value.reasons)
-
-
-def listed(path: Path) -> list[list[Any]]:
-    content = path.read_bytes()
-    (size,) = struct.unpack_from("<Q", content)
-    return json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["pairs"])
-
-
-def scales(path: Path) -> dict[tuple[int, str], float]:
-    return {(layer, module): scale for layer, module, _, scale in listed(path)}
 
 
 # ── the canonical file ───────────────────────────────────────────────────────────────────────────
@@ -274,6 +231,10 @@ Q0, Q10 = "model.layers.0.self_attn.q_proj", "model.layers.10.self_attn.q_proj"
         (r".*v_proj.*", Q0, False),
         ("q_proj.*q_proj", Q0, False),  # texts may not overlap
         (r".*self.*attn.*q.*", Q0, True),
+        ("self.attn.q.proj", Q0, True),  # a bare dot is any character
+        (r"self\.attn.q.proj", Q0, False),
+        ("layers.1..*", Q10, True),
+        (r"layers\.1\..*", Q10, False),
         ("", Q0, False),
     ],
 )
@@ -281,6 +242,49 @@ def test_patterns_match_as_peft_matches_them(pattern: str, path: str, matches: b
     assert is_simple(pattern) is bool(pattern)
     if pattern:
         assert (Patterns([pattern]).find(path) is not None) is matches
+
+
+TOKENS = ("model", "layers", "0", "1", "10", "self_attn", "q_proj", "experts", "up_proj", "_", ".", r"\.", ".*", "a")
+PATHS = [
+    f"{prefix}layers.{layer}.{module}"
+    for prefix in ("model.", "") for layer in (0, 1, 10, 110)
+    for module in ("self_attn.q_proj", "mlp.up_proj", "mlp.experts.gate_up_proj", "mlp.experts.1.up_proj")
+]  # fmt: skip
+
+
+def random_pattern(rng: random.Random) -> str:
+    """A piece of a path that was changed in one place, or tokens in a row."""
+    if rng.random() < 0.5:
+        return "".join(rng.choice(TOKENS) for _ in range(rng.randint(1, 6)))
+    path = rng.choice(PATHS)
+    pattern = path[rng.randrange(len(path)) :]
+    first = rng.randrange(len(pattern))
+    last = rng.randrange(first, len(pattern) + 1)
+    return rng.choice(["", "^"]) + pattern[:first] + rng.choice(TOKENS) + pattern[last:] + rng.choice(["", "$"])
+
+
+def test_random_patterns_find_what_pefts_expressions_find():
+    rng, num_found = random.Random(0), 0
+    for _ in range(5000):
+        patterns = list(dict.fromkeys(filter(is_simple, (random_pattern(rng) for _ in range(3)))))
+        path = rng.choice(PATHS)
+        expected = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", path)), None)
+        assert Patterns(patterns).find(path) == expected, (patterns, path)
+        num_found += expected is not None
+
+    assert num_found > 300
+
+
+def test_thousands_of_whole_paths_are_looked_up_and_many_different_forms_are_refused(upload: Upload):
+    paths = {f"model.layers.{layer}.{path_of(module)}": 4 for layer in range(1000) for module in MODULES}
+    forms = {"." * index + "b": 4 for index in range(129)}
+    gaps = {f"a{index}" + ".*b" * 40: 4 for index in range(4)}
+
+    assert upload(pairs("q_proj"), config(alpha_pattern=paths)).num_pairs == 2
+    for patterns in (forms, gaps):
+        text = refusal(upload, pairs("q_proj"), config(alpha_pattern=patterns, rank_pattern=patterns))
+        assert "alpha_pattern: patterns of too many different forms" in text
+        assert "rank_pattern: patterns of too many different forms" in text
 
 
 def test_the_first_pattern_in_the_order_written_counts():
@@ -327,6 +331,57 @@ def test_any_other_regex_is_refused_by_name(upload: Upload, pattern: str):
 
     assert text.startswith("alpha_pattern: only literal suffixes")
     assert pattern.replace("\\", "\\\\") in text
+
+
+# ── targets: what the config says of the places ──────────────────────────────────────────────────
+
+FULL_PATHS = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": r"(a+)+$"},
+        {"target_modules": FULL_PATHS},
+        {"target_modules": ["q_proj"], "exclude_modules": "k_proj"},
+        {"target_modules": []},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"layers_to_transform": []},
+    ],
+    ids=str,
+)
+def test_targets_in_every_form_leave_the_binding_to_the_tensors(upload: Upload, change: dict):
+    accepted = upload(pairs("q_proj"), config(**change))
+
+    assert (accepted.num_pairs, accepted.warnings) == (2, ())
+
+
+def test_targets_and_tensors_that_disagree_are_a_warning(upload: Upload):
+    assert upload(pairs("q_proj"), config(target_modules=["q_proj", "lm_head"])).warnings == (
+        "target_modules: the file has nothing of lm_head",
+    )
+    assert upload(pairs("q_proj", "v_proj"), config(target_modules=FULL_PATHS)).warnings == (
+        "target_modules doesn't name v_proj; the tensors count",
+    )
+    assert upload(pairs("q_proj"), config(layers_to_transform=1)).warnings == ("layers_to_transform doesn't name 0",)
+    assert upload(pair(1, "q_proj"), config(layers_to_transform=[1])).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", 7),
+        ("target_modules", ["q_proj", None]),
+        ("target_modules", {"q_proj": 1}),
+        ("layers_to_transform", "1"),
+        ("layers_to_transform", [True]),
+        ("target_parameters", "mlp.experts"),
+        ("target_parameters", [1]),
+    ],
+)
+def test_targets_of_another_type_are_refused_by_name(upload: Upload, key: str, value: Any):
+    assert f"{key}: " in refusal(upload, pairs("q_proj"), config(**{key: value}))
 
 
 # ── case 2: keys ─────────────────────────────────────────────────────────────────────────────────
@@ -519,6 +574,13 @@ def test_the_lower_of_the_models_and_the_tenants_rank_limit_counts(upload: Uploa
     assert "limit of 8" in refusal(upload, pairs("q_proj", rank=16), shape=shape, limits=Allowed(64))
 
 
+def test_a_rank_over_the_limit_is_said_beside_all_else(upload: Upload):
+    text = refusal(upload, pairs("q_proj", rank=17) | pair(9, "k_proj"), config(r=17, use_dora=True))
+
+    for named in ("LoRA rank 17 is over the limit of 16", "use_dora", "layers.9"):
+        assert named in text
+
+
 def test_a_file_over_the_tenants_bytes_is_refused_unread(upload: Upload):
     assert "1000 are allowed" in refusal(upload, pairs("q_proj"), limits=Allowed(max_adapter_bytes=1000))
 
@@ -587,6 +649,18 @@ def test_an_enormous_value_is_refused(upload: Upload):
     tensors[f"{PREFIX}layers.1.self_attn.q_proj.lora_B.weight"][0, 0] = 1e30
 
     assert "in magnitude" in refusal(upload, tensors)
+
+
+def test_a_product_beyond_measure_is_refused_and_names_its_module(upload: Upload):
+    tensors = pairs("q_proj")
+    for side in "AB":
+        tensors[f"{PREFIX}layers.1.self_attn.q_proj.lora_{side}.weight"] *= 300
+
+    text = refusal(upload, tensors)
+
+    assert text == "scale · ‖B‖ · ‖A‖ is over 1e+06 at model.layers.1.self_attn.q_proj"
+    assert "is over 1e+06 at" in refusal(upload, pairs("q_proj"), config(lora_alpha=65_536))
+    assert "lora_alpha: 65537 is out of range" in refusal(upload, pairs("q_proj"), config(lora_alpha=65_537))
 
 
 def test_an_adapter_that_would_change_nothing_is_refused(upload: Upload):

@@ -1,7 +1,7 @@
 """scopes, peppers and scoped limits of keys; deleted tenants; the audit log
 
-Revision ID: 0002_keys_and_audit
-Revises: 0001
+Revision ID: keys_and_audit
+Revises: idempotency
 """
 
 import sqlalchemy as sa
@@ -9,8 +9,8 @@ from alembic import op
 
 import tenants.tables
 
-revision = "0002_keys_and_audit"
-down_revision = "0001"
+revision = "keys_and_audit"
+down_revision = "idempotency"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,264 @@
+"""The engine on one GPU against vLLM's figures (performance.md §1): random bf16 weights, no checkpoint.
+
+    ./run bench gpu_engine [--shape llama8b,qwen06b] [--device cuda] [--sections NAME,…] [--seconds 480] [--out FOLDER]
+
+256 requests of 512 + 128 tokens at once (output tokens a second), and the time per output token of 32 sequences
+(64 prompt tokens, 128 new ones), with no adapter, 8 and 64 of rank 16 on all seven linears, each different in
+content. The step loop of the Engine itself; every section is guarded, the results are one JSON file.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.runner import Runner
+from engine.wire import Flow, SamplingParams, Submit, pack_ids
+from ops.bench.random_model import random_adapter, random_decoder
+
+# out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
+PEER = {
+    "llama8b": {0: (6825, 5.35), 8: (5138, 9.52), 64: (2834, 19.41)},
+    "qwen06b": {0: (18927, 3.17), 8: (11910, 4.45), 64: (8922, 8.06)},
+}
+RANK = 16
+
+
+class Bench:
+    """One model with its adapters in host memory, and an Engine over it."""
+
+    def __init__(self, shape: str, device: torch.device, num_adapters: int, small: bool) -> None:
+        begin = time.perf_counter()
+        self.shape, self.device, self.small = shape, device, small
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.decoder = random_decoder(shape, device, dtype)
+        self.sizes = EngineConfig(
+            num_blocks=2048 if small else 16384,
+            context_tokens=2048 if small else 8192,
+            max_step_tokens=512 if small else 8192,
+            max_running=256,
+            adapter_slots=max(1, num_adapters),
+            max_lora_rank=RANK,
+            host_adapter_bytes=64 << 30,
+        )
+        self.runner = Runner(self.decoder, self.sizes)
+        self.engine = Engine(self.sizes, self.runner)
+        self.number = 0
+        self.step_ms: list[float] = []
+        self.sync()
+        self.built_s = time.perf_counter() - begin
+        for seed in range(num_adapters):
+            self.engine.adapter_ready(f"a{seed}", random_adapter(self.decoder.config, RANK, seed, device))
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def add(self, prompt_tokens: int, new_tokens: int, adapter: str = "", **sampling) -> None:
+        draw = random.Random(self.number)
+        prompt = [draw.randrange(10, self.decoder.config.vocab_size - 10) for _ in range(prompt_tokens)]
+        params = SamplingParams(**{"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
+        name = f"r{self.number}"
+        self.number += 1
+        self.engine.add(
+            Submit(name, [pack_ids(prompt)], params, Flow("f"), name.encode(), new_tokens, adapter_key=adapter)
+        )
+
+    def fill(self, num: int, prompt_tokens: int, new_tokens: int, names: list[str]) -> None:
+        for index in range(num):
+            self.add(prompt_tokens, new_tokens, names[index % len(names)])
+
+    def drain(self) -> float:
+        """Steps until nothing is left → seconds. ``step_ms`` has each step's."""
+        self.step_ms = []
+        self.sync()
+        begin = last = time.perf_counter()
+        while self.engine.has_work:
+            self.engine.step()
+            now = time.perf_counter()
+            self.step_ms.append((now - last) * 1e3)
+            last = now
+        return last - begin
+
+
+def adapters(num: int) -> list[str]:
+    return [f"a{index}" for index in range(num)] or [""]
+
+
+def throughput(bench: Bench, names: list[str], num: int, prompt_tokens: int, new_tokens: int) -> dict:
+    bench.fill(num, prompt_tokens, new_tokens, names)
+    seconds = bench.drain()
+    return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms)}
+
+
+def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, new_tokens: int = 129) -> dict:
+    """vLLM's way: (time of 129 tokens − time of 1) / 128 with 32 sequences, median after a warm-up."""
+    bench.fill(32, prompt_tokens, new_tokens, names)
+    bench.drain()
+    found = []
+    for _ in range(rounds):
+        bench.fill(32, prompt_tokens, new_tokens, names)
+        whole = bench.drain()
+        decode = sorted(bench.step_ms)
+        bench.fill(32, prompt_tokens, 1, names)
+        found.append((whole - bench.drain()) / (new_tokens - 1) * 1e3)
+    return {
+        "tpot_ms": statistics.median(found), "all": found, "step_ms": statistics.median(decode),
+        "step_p90_ms": decode[len(decode) * 9 // 10],
+    }  # fmt: skip
+
+
+def profile(bench: Bench, names: list[str], out: Path, label: str) -> dict:
+    """Kernels of four decode steps with 32 sequences: seconds by kernel, and the list of one step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    bench.fill(32, 64, 24, names)
+    for _ in range(12):
+        bench.engine.step()
+    bench.sync()
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])
+    begin = time.perf_counter()
+    with profiler(activities=kinds) as seen:
+        for _ in range(4):
+            bench.engine.step()
+        bench.sync()
+    wall_ms = (time.perf_counter() - begin) * 1e3 / 4
+    bench.drain()
+    events = [event for event in seen.events() if "CUDA" in str(event.device_type)]
+    totals: dict[str, list[float]] = {}
+    for event in events:
+        entry = totals.setdefault(event.name, [0.0, 0])
+        entry[0] += event.time_range.elapsed_us() / 4
+        entry[1] += 1 / 4
+    rows = sorted(((us, count, name) for name, (us, count) in totals.items()), reverse=True)
+    lines = [f"{us:9.1f} us {count:7.1f} x  {name[:110]}" for us, count, name in rows]
+    (out / f"profile_{bench.shape}_{label}.txt").write_text("\n".join(lines) + "\n\n" + launches(events))
+    print(f"-- {label}: one decode step of 32, profiled wall {wall_ms:.2f} ms")
+    print("\n".join(lines[:22]))
+    busy = sum(us for us, _, _ in rows) / 1e3
+    return {"profiled_wall_ms": wall_ms, "gpu_busy_ms": busy, "launches": sum(count for _, count, _ in rows)}
+
+
+def launches(events: list) -> str:
+    """The kernels of the last of four steps in order, runs of one kernel in one line."""
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    ordered = ordered[len(ordered) * 3 // 4 :]
+    return "\n".join(f"{event.time_range.elapsed_us():8.1f} {event.name[:100]}" for event in ordered[:600])
+
+
+def host_times(bench: Bench, names: list[str]) -> dict:
+    """Host milliseconds of a decode step by part, 32 sequences."""
+    import cProfile
+    import pstats
+
+    bench.fill(32, 64, 64, names)
+    for _ in range(8):
+        bench.engine.step()
+    watch = cProfile.Profile()
+    begin = time.perf_counter()
+    watch.enable()
+    for _ in range(40):
+        bench.engine.step()
+    watch.disable()
+    wall = (time.perf_counter() - begin) / 40 * 1e3
+    bench.drain()
+    stats = pstats.Stats(watch)
+    rows = sorted(((value[3], value[2], value[0], key) for key, value in stats.stats.items()), reverse=True)[:40]
+    for cumulative, own, calls, key in rows:
+        name = f"{Path(key[0]).name}:{key[2]}"
+        print(f"{cumulative / 40 * 1e3:8.3f} ms {own / 40 * 1e3:8.3f} own {calls / 40:8.1f} x {name}")
+    return {"wall_ms": wall}
+
+
+class Report:
+    """Runs sections until the time is over; a section that fails is told and costs nothing else."""
+
+    def __init__(self, out: Path, seconds: float, rounds: int) -> None:
+        self.out, self.deadline, self.rounds = out, time.monotonic() + seconds, rounds
+        self.results: dict[str, object] = {}
+
+    def section(self, name: str, run: Callable[[], object]) -> None:
+        if time.monotonic() > self.deadline:
+            self.results[name] = "no time left"
+            return
+        begin = time.monotonic()
+        try:
+            self.results[name] = run()
+        except Exception:
+            self.results[name] = traceback.format_exc()[-1500:]
+        print(f"[{time.monotonic() - begin:6.1f} s] {name}: {json.dumps(self.results[name])[:1500]}", flush=True)
+        (self.out / "gpu_engine.json").write_text(json.dumps(self.results, indent=1))
+
+
+def measure_shape(report: Report, shape: str, device: torch.device, sections: set[str], small: bool) -> None:
+    num_adapters = 4 if small else 64
+    holder: list[Bench] = []
+
+    def build() -> dict:
+        holder.append(Bench(shape, device, num_adapters, small))
+        return {"built_s": holder[0].built_s, "gpu_bytes": memory(device)}
+
+    report.section(f"{shape} build", build)
+    if not holder:
+        return
+    bench = holder[0]
+    counts, rounds = ((0, 2, 4), 1) if small else ((0, 8, 64), report.rounds)
+    workload = (16, 32, 8) if small else (256, 512, 128)
+    for num in counts:
+        names = adapters(num)
+        if "tpot" in sections:
+            report.section(f"{shape} tpot {num}", lambda names=names: tpot(bench, names, rounds))
+        if "profile" in sections:
+            report.section(
+                f"{shape} profile {num}", lambda names=names, num=num: profile(bench, names, report.out, str(num))
+            )
+        if "host" in sections:
+            report.section(f"{shape} host {num}", lambda names=names: host_times(bench, names))
+        if "throughput" in sections:
+            report.section(f"{shape} throughput {num}", lambda names=names: throughput(bench, names, *workload))
+    summary(report.results, shape, counts)
+
+
+def summary(results: dict[str, object], shape: str, counts: tuple[int, ...]) -> None:
+    print(f"{shape:10} {'adapters':>8} {'tok/s':>8} {'peer':>8} {'ratio':>6} {'tpot':>7} {'peer':>7}")
+    for num in counts:
+        peer = PEER.get(shape, {}).get(num, (0, 0.0))
+        out, each = results.get(f"{shape} throughput {num}"), results.get(f"{shape} tpot {num}")
+        speed = out["out_tok_s"] if isinstance(out, dict) else 0.0
+        ms = each["tpot_ms"] if isinstance(each, dict) else 0.0
+        ratio = speed / peer[0] if peer[0] else 0.0
+        print(f"{shape:10} {num:8} {speed:8.0f} {peer[0]:8} {ratio:6.2f} {ms:7.2f} {peer[1]:7.2f}")
+
+
+def memory(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama8b,qwen06b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sections", default="tpot,throughput,profile")
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_engine"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = Report(options.out, options.seconds, options.rounds)
+    for shape in options.shape.split(","):
+        measure_shape(report, shape, torch.device(options.device), set(options.sections.split(",")), options.small)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

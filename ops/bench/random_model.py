@@ -1,0 +1,68 @@
+"""Models and adapters of random numbers, made on the device: sizes of real ones without their files."""
+
+from collections.abc import Iterable
+
+import torch
+
+from engine.models.config import ModelConfig, from_hf, module_sizes
+from engine.models.decoder import Decoder
+from engine.weights import expected_shapes
+from engine.weights.adapter import AdapterWeights, LoraPair
+
+_COMMON = {"max_position_embeddings": 8192, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+SHAPES = {
+    "llama8b": {
+        **_COMMON, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
+    "qwen06b": {
+        **_COMMON, "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    },
+    "tiny": {
+        **_COMMON, "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+
+
+def random_config(name: str) -> ModelConfig:
+    return from_hf(SHAPES[name])
+
+
+def random_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Matrices keep the size of what they multiply, so that 32 layers neither fade nor explode."""
+    draw = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in expected_shapes(config).items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape, device=device, dtype=dtype)
+            continue
+        weight = torch.empty(shape, device=device, dtype=dtype).normal_(generator=draw)
+        weights[name] = weight.mul_(1.0 if "embed" in name else shape[-1] ** -0.5)
+    return weights
+
+
+def random_decoder(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    config = random_config(name)
+    return Decoder(config, random_weights(config, device, dtype))
+
+
+def random_adapter(
+    config: ModelConfig, lora_rank: int, seed: int, device: torch.device, modules: Iterable[str] = ()
+) -> AdapterWeights:
+    """All modules unless named; drawn on ``device``, kept in host memory. Different seeds, different content."""
+    draw = torch.Generator(device).manual_seed(1000 + seed)
+    sizes = module_sizes(config)
+    pairs = {}
+    for module in tuple(modules) or tuple(sizes):
+        num_in, num_out = sizes[module]
+        shapes = (config.num_layers, lora_rank, num_in), (config.num_layers, num_out, lora_rank)
+        a, b = (torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=draw) for shape in shapes)
+        a, b = (a * num_in**-0.5).cpu(), (b * 0.3 * lora_rank**-0.5).cpu()
+        pairs |= {(layer, module): LoraPair(a[layer], b[layer], 1.0) for layer in range(config.num_layers)}
+    return AdapterWeights(pairs, sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values()))
