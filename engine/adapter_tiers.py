@@ -19,6 +19,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from engine import wire
+from engine.adapter_pool import HostWeights
 from engine.stats import RESIDENT_FAMILY
 from engine.weights.adapter import AdapterWeights, read_adapter
 from engine.weights.errors import CorruptAdapter
@@ -175,19 +176,22 @@ class _Fetch:
 class AdapterTiers:
     """Brings what the engine wants: ``ready(key, weights)`` or ``failed(key, code, message)``, once for each
     ``want``, on the event loop. ``ask(key)`` names a gateway whose request waits for it, or None; then the tier
-    waits for ``waiting(key)`` or ``forget(key)``."""
+    waits for ``waiting(key)`` or ``forget(key)``. ``prepare`` makes of weights what the engine loads, off the event
+    loop."""
 
     def __init__(
         self,
         disk: DiskTier,
         ask: Callable[[str], Peer | None],
-        ready: Callable[[str, AdapterWeights], None],
+        ready: Callable[[str, HostWeights], None],
         failed: Callable[[str, str, str], None],
+        prepare: Callable[[AdapterWeights], HostWeights],
     ) -> None:
         self._disk = disk
         self._ask = ask
         self._ready = ready
         self._failed = failed
+        self._prepare = prepare
         self._executor = ThreadPoolExecutor(2, "adapters")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._fetches: dict[str, _Fetch] = {}
@@ -233,7 +237,7 @@ class AdapterTiers:
 
     async def _bring(self, key: str) -> None:
         try:
-            self._ready(key, await self._weights(key))
+            self._ready(key, await self._off_loop(self._prepare, await self._weights(key)))
         except FetchFailed as failure:
             logger.warning("adapter %.12s: %s", key, failure)
             self._failed(key, failure.code, str(failure))

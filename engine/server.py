@@ -59,7 +59,9 @@ class Server:
         self._steps = StepThread(engine, self._deliver, self._break)
         compiler = Compiler(identity.tokenizer.tokenizer_json, identity.card.vocab_size, identity.card.eos_token_ids)
         self._gate = GrammarGate(self._steps, compiler, self._reject)
-        self._adapters = AdapterTiers(disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed)
+        self._adapters = AdapterTiers(
+            disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed, engine.prepare_adapter
+        )
         self._delivery: asyncio.Task[None] | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None

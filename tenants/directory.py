@@ -57,7 +57,8 @@ class ScopedLimits:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated key and its tenant. ``scopes`` ⊆ limits.KEY_SCOPES."""
+    """An authenticated key and its tenant. ``scopes`` ⊆ limits.KEY_SCOPES; ``has_spend_limit``: one of the two may
+    spend so much a month."""
 
     tenant_id: str
     tenant_name: str
@@ -69,6 +70,7 @@ class Principal:
     limits: Limits
     key_limits: Limits
     scoped_limits: tuple[ScopedLimits, ...]
+    has_spend_limit: bool
     default_output_tokens: int
     adapter_limits: AdapterLimits
     cache_policy: str
@@ -272,6 +274,7 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         limits=_limits(tenant),
         key_limits=_limits(key),
         scoped_limits=tuple(map(_scoped, key.scoped_limits)),
+        has_spend_limit=any(row.spend_limit_picousd_per_month is not None for row in (tenant, key)),
         default_output_tokens=tenant.default_output_tokens,
         adapter_limits=AdapterLimits(
             max_adapters=tenant.max_adapters,
