@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -73,7 +73,7 @@ def upload(house: House, key: str, name: str, folder) -> None:
 
 
 @pytest.fixture(scope="module")
-def neighbours(house: House, tmp_path_factory) -> tuple[str, str, str]:
+def neighbours(house: House, tmp_path_factory) -> Iterator[tuple[str, str, str]]:
     """Keys of A and B, and a request id of B, who has an adapter."""
     mine, theirs = house.new_tenant("matrix-a"), house.new_tenant("matrix-b")
     upload(house, theirs, "theirs-12345", tmp_path_factory.mktemp("adapter"))
@@ -81,7 +81,9 @@ def neighbours(house: House, tmp_path_factory) -> tuple[str, str, str]:
         assert http.put("/adapters/theirs-12345/files/adapter_config.json", content=b"{}").status_code == 200
         request_id = http.post("/completions", json=BODY | {"model": "theirs-12345"}).headers["x-request-id"]
     house.receipt(theirs, request_id)
-    return mine, theirs, request_id
+    yield mine, theirs, request_id
+    uploads = house.parts.uploads
+    uploads.drop(uploads.claim(house.tenants[theirs], "theirs-12345"))
 
 
 def same(answer: httpx.Response, name: str) -> tuple[int, bytes, list[str]]:
