@@ -5,13 +5,15 @@ import logging
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.access import undeclared
 from gateway.call import call_of, named
 from gateway.errors import ApiError, as_api_error
-from gateway.methods import without_options
-from gateway.parts import Parts
+from gateway.methods import allowed_methods, without_options
+from gateway.parts import Parts, authenticated
 from gateway.routes import adapters, completions, health, models, openapi, requests, usage
 
 _log = logging.getLogger("gateway.app")
@@ -19,6 +21,11 @@ _log = logging.getLogger("gateway.app")
 
 def build_app(parts: Parts) -> ASGIApp:
     """Every answer has its ``x-request-id``, every failure OpenAI's error body."""
+    return named(without_options(public_app(parts)))
+
+
+def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
+    """The routes, ``more`` for tests of what may be one. Raises AssertionError for a route without its declaration."""
     app = Litestar(
         route_handlers=[
             *completions.handlers,
@@ -28,7 +35,9 @@ def build_app(parts: Parts) -> ASGIApp:
             *usage.handlers,
             *health.handlers,
             *openapi.handlers,
+            *more,
         ],
+        guards=[authenticated],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _framework_error,
@@ -39,7 +48,8 @@ def build_app(parts: Parts) -> ASGIApp:
         logging_config=None,
         openapi_config=None,
     )
-    return named(without_options(app))
+    assert not undeclared(app), undeclared(app)
+    return app
 
 
 def _api_error(_: Request, error: ApiError) -> Response:
@@ -51,9 +61,8 @@ def _framework_error(request: Request, error: HTTPException) -> Response:
     if isinstance(error, NotFoundException):
         told = ApiError(f"Unknown request URL: {method} {request.url.path}.", code="not_found")
     elif isinstance(error, MethodNotAllowedException):
-        methods = set((error.headers or {}).get("allow", "").split(", ")) - {"", "OPTIONS"}
         told = ApiError(f"The method {method} is not allowed here.", code="method_not_allowed")
-        told.headers["allow"] = ", ".join(sorted(methods))
+        told.headers["allow"] = allowed_methods(error)
     elif error.status_code == 413:
         told = ApiError("The request body is too large.", code="payload_too_large")
     elif error.status_code < 500:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 
@@ -14,3 +15,9 @@ def without_options(app: Any) -> ASGIApp:
         await app(scope, receive, send)
 
     return serve
+
+
+def allowed_methods(error: HTTPException) -> str:
+    """Of the framework's 405: what its Allow header says, without what we don't have."""
+    methods = set((error.headers or {}).get("allow", "").split(", ")) - {"", "OPTIONS"}
+    return ", ".join(sorted(methods))

@@ -82,16 +82,16 @@ class Operation:
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
 _ANY: Codes = (None, "not_found", "request_timeout", "headers_too_large", "internal", "overloaded")
-_KEYED: Codes = (*_ANY, "invalid_api_key", "store_unavailable")
+_KEYED: Codes = (*_ANY, "invalid_api_key", "insufficient_scope", "rate_limit_exceeded", "store_unavailable")
 _BODY: Codes = (*_KEYED, "invalid_json", "payload_too_large")
-_UPLOADING: Codes = (*_KEYED, "name_taken", "rate_limit_exceeded", "storage_full")
+_UPLOADING: Codes = (*_KEYED, "name_taken", "storage_full")
 _PUBLISHING: Codes = (*_UPLOADING, "model_not_found", "invalid_adapter", "version_conflict", "limit_reached")
 _RUNNING: Codes = (
     *_BODY,
     *("model_not_found", "context_length_exceeded", "unsupported_parameter"),
     *("adapter_corrupt", "adapter_unavailable", "invalid_adapter"),
     *("idempotency_in_flight", "idempotency_mismatch"),
-    *("rate_limit_exceeded", "engine_lost", "draining", "billing_unavailable"),
+    *("engine_lost", "draining", "billing_unavailable"),
 )
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────

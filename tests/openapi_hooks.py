@@ -1,12 +1,12 @@
 """What schemathesis can't know of a running server: names that exist. It draws any text where the document says text;
-of these, half become the served model or the uploaded adapter, so that requests come further than to a 404. What is
+of these, most become the served model or the uploaded adapter, so that requests come further than to a 404. What is
 no such text (a number, an empty name) stays as wrong as it was drawn."""
 
 import os
 
 import schemathesis
 
-MODEL, ADAPTER = "tiny", "mine"
+MODEL, ADAPTER, REQUEST_ID = "tiny", "mine", os.environ["KNOWN_REQUEST_ID"]
 
 
 def _often(text: object) -> bool:
@@ -14,18 +14,12 @@ def _often(text: object) -> bool:
 
 
 @schemathesis.hook
-def map_body(context, body):
-    if isinstance(body, dict):
-        for name in ("model", "base_model"):
-            if _often(body.get(name)):
-                body[name] = MODEL
-    return body
+def before_call(context, case, kwargs):
+    _put_known(case.body, {"model": MODEL, "base_model": MODEL})
+    if case.operation.method.upper() != "DELETE":
+        _put_known(case.path_parameters, {"name": ADAPTER, "model_id": MODEL, "request_id": REQUEST_ID})
 
 
-@schemathesis.hook
-def map_path_parameters(context, path_parameters):
-    if path_parameters and context.operation.method.upper() != "DELETE":
-        for name, known in (("name", ADAPTER), ("model_id", MODEL), ("request_id", os.environ["KNOWN_REQUEST_ID"])):
-            if _often(path_parameters.get(name)):
-                path_parameters[name] = known
-    return path_parameters
+def _put_known(drawn, known: dict[str, str]) -> None:
+    if isinstance(drawn, dict):
+        drawn |= {name: value for name, value in known.items() if _often(drawn.get(name))}

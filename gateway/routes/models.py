@@ -6,6 +6,7 @@ from litestar import Request, get
 from litestar.params import FromPath
 from msgspec import UNSET
 
+from gateway.access import needs_any_key
 from gateway.errors import ApiError
 from gateway.parts import Parts, parts_of, principal_of
 from gateway.resources import Listed, ModelBody
@@ -14,7 +15,7 @@ from tenants.repositories import AdapterRepository
 from tenants.tables import AdapterVersion
 
 
-@get("/v1/models")
+@get("/v1/models", opt=needs_any_key())
 async def list_models(request: Request) -> Listed[ModelBody]:
     principal, parts = principal_of(request), parts_of(request)
     async with parts.database.session() as session:
@@ -24,7 +25,7 @@ async def list_models(request: Request) -> Listed[ModelBody]:
     return Listed(data=bases + own)
 
 
-@get("/v1/models/{model_id:path}")
+@get("/v1/models/{model_id:path}", opt=needs_any_key())
 async def get_model(request: Request, model_id: FromPath[Path]) -> ModelBody:
     """Raises ApiError 404, the same for absent and for another tenant's."""
     principal, parts = principal_of(request), parts_of(request)

@@ -2,10 +2,11 @@
 
 from litestar import Response, get
 
+from gateway.access import needs_no_key
 from gateway.openapi import PATH, document
 
 
-@get(PATH, sync_to_thread=False)
+@get(PATH, sync_to_thread=False, opt=needs_no_key())
 def openapi() -> Response[bytes]:
     """The same for everyone, as long as this process lives."""
     return Response(document(), media_type="application/json", headers={"cache-control": "public, max-age=300"})

@@ -2,6 +2,7 @@
 
 from litestar import Request, get
 
+from gateway.access import needs
 from gateway.parts import parts_of, principal_of
 from gateway.report_query import COSTS, USAGE, page_of
 from gateway.resources import Amount, Bucket, CostResult, ReportPage, UsageResult
@@ -12,7 +13,7 @@ from tenants.repositories import RecordRepository, UsageRow
 _PICO = 10**12
 
 
-@get("/v1/organization/usage/completions")
+@get("/v1/organization/usage/completions", opt=needs("usage"))
 async def usage_completions(request: Request) -> ReportPage[UsageResult]:
     principal, page = principal_of(request), await page_of(request, USAGE)
     async with parts_of(request).database.session() as session:
@@ -29,7 +30,7 @@ async def usage_completions(request: Request) -> ReportPage[UsageResult]:
     )
 
 
-@get("/v1/organization/costs")
+@get("/v1/organization/costs", opt=needs("usage"))
 async def costs(request: Request) -> ReportPage[CostResult]:
     principal, page = principal_of(request), await page_of(request, COSTS)
     async with parts_of(request).database.session() as session:
