@@ -88,10 +88,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._due = max(self._due, self.loop.time() + self._bounds.receive_s)
         if self.loop.time() < self._due:
             self._timer = self.loop.call_at(self._due, self._look)
-        elif any(cycle.response_started for cycle in self._cycles):
-            self.transport.close()  # it has its answer, and never sent the rest
+        elif self._is_nothing_asked():
+            self.transport.close()
         else:
             self._refuse(ApiError("The request took too long to come.", code="request_timeout"))
+
+    def _is_nothing_asked(self) -> bool:
+        """Not a byte came, or the answer was there before the end of its request, which never came."""
+        was_answered = any(cycle.response_started for cycle in self._cycles)
+        return was_answered or not (self._cycles or self._gathered_bytes)
 
     def _is_ours_to_go_on(self) -> bool:
         """We don't read on, or still answer what came before: the caller isn't late."""

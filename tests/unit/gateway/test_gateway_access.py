@@ -56,6 +56,7 @@ NAMING: dict[tuple[str, str], Ask | None] = {
     ("GET", "/v1/organization/usage/completions"): None,
     ("GET", "/v1/organization/costs"): None,
     ("GET", "/health"): None,
+    ("GET", "/v1/openapi.json"): None,
 }
 # Here a name is one that the caller may take: with nothing of its own staged under it, it is told so.
 NEW_NAMES = {("POST", "/v1/adapters/{name}/commit")}
