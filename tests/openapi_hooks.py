@@ -10,7 +10,7 @@ MODEL, ADAPTER, REQUEST_ID = "tiny", "mine", os.environ["KNOWN_REQUEST_ID"]
 
 
 def _often(text: object) -> bool:
-    return isinstance(text, str) and 1 <= len(text) <= 256 and sum(map(ord, text)) % 4 > 0
+    return isinstance(text, str) and 1 <= len(text) <= 256 and sum(map(ord, text)) % 4 != 1
 
 
 @schemathesis.hook
