@@ -34,11 +34,12 @@ from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
 from gateway.limiter import Limiter
+from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
-from gateway.protocol import Bounds, HttpProtocol
+from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.targets import Targets
@@ -209,11 +210,11 @@ async def _drain(parts: Parts, drain_s: float) -> None:
             await admission.idle.wait()
 
 
-def _uvicorn_config(app, bounds: Bounds = Bounds()) -> uvicorn.Config:  # noqa: B008 (it is frozen)
+def _uvicorn_config(app, bounds: Bounds = DEFAULT_BOUNDS) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http=functools.partial(HttpProtocol, bounds),  # pyright: ignore[reportArgumentType]
+        http=functools.partial(HttpProtocol, bounds=bounds),  # pyright: ignore[reportArgumentType]
         ws="none",
         lifespan="off",
         access_log=False,
@@ -247,10 +248,7 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=0, help="number among the gateways of this machine")
     options = parser.parse_args()
     settings = Settings.from_env()
-    logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    log_to_stderr(settings.log_level)
     _allow_files(settings.max_connections + OTHER_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -30,10 +30,13 @@ class Bounds:
     idle_s: float = 75.0
 
 
+DEFAULT_BOUNDS = Bounds()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One connection. ``_due``: when, by the loop's clock, what is being received must be there; None: nothing is."""
 
-    def __init__(self, bounds: Bounds, *args, **more) -> None:
+    def __init__(self, *args, bounds: Bounds = DEFAULT_BOUNDS, **more) -> None:
         super().__init__(*args, **more)
         self._bounds = bounds
         self._gathered_bytes = 0  # since the last head or piece of a body was complete: heads, trailers, chunk sizes
