@@ -27,9 +27,8 @@ def test_a_stranger_finds_nothing_that_the_document_does_not_say(tmp_path: Path,
     model = write_hf_dir(tmp_path / "model")
     with serving(tmp_path / "home", "--model", f"tiny={model}", "--max-adapter-rank", "16", *OPTIONS) as served:
         with served.http() as http:
-            assert (
-                upload(http, "mine", write_peft_dir(tmp_path / "adapter", tiny_adapter(1, rank=4))).status_code == 201
-            )
+            adapter = write_peft_dir(tmp_path / "adapter", tiny_adapter(1, rank=4))
+            assert upload(http, "mine", adapter).status_code == 201
             done = http.post("/completions", json={"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2})
         engine = served.engines()[0]
         ran = _schemathesis(served, tmp_path, seed, rounds or ROUNDS, done.headers["x-request-id"])
@@ -39,7 +38,8 @@ def test_a_stranger_finds_nothing_that_the_document_does_not_say(tmp_path: Path,
         assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-4000:]
         assert engine.is_running(), "no request ended it"
         tested = TESTED.search(ran.stdout)
-        assert tested and int(tested[1]) >= (rounds is None) * 2000
+        assert tested is not None
+        assert int(tested[1]) >= (0 if rounds else 2000)
 
 
 def _schemathesis(
