@@ -78,7 +78,9 @@ def scene(tmp_path_factory, model_dir: Path) -> Iterator[Scene]:
 def _live(served: Served, planted: Planted, folder: Path) -> None:
     planted.api_key, planted.operator_key = served.new_tenant("holder"), served.credentials["operator_key"]
     planted.installation = _texts(json.loads((served.home / "secrets.json").read_text()))
-    adapter = write_peft_dir(folder / "a", tiny_adapter(5, rank=4), extra_config={"note": planted.config})
+    adapter = write_peft_dir(
+        folder / "a", tiny_adapter(5, rank=4), extra_config={"base_model_name_or_path": planted.config}
+    )
     planted.weights = _some_weights(adapter / "adapter_model.safetensors")
     with served.http(planted.api_key) as http:
         _succeed(http, planted, adapter)
