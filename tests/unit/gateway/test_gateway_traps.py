@@ -1,7 +1,8 @@
 """The framework's traps that we met, each with what shows that we aren't in it.
 
 Elsewhere: a 100,000-deep body of a completion is 400 (``test_e2e_bad_input``); a settlement goes on when its request is
-cancelled (``test_gateway_money``); callers who leave (``test_gateway_http``).
+cancelled (``test_gateway_money``); callers who leave (``test_gateway_http``); uploads past the framework's limit of 10 MB
+(``test_e2e_uploads``).
 """
 
 import json
@@ -16,10 +17,8 @@ from gateway.access import handlers_of
 from gateway.app import public_app
 from gateway.openapi import document
 from gateway.schemas import MAX_BODY_BYTES
-from tests.uploads import sound_header
 
 TESTS = Path(__file__).parents[2]
-DEFAULT_LIMIT = 10_000_000  # the framework's, of any body
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
@@ -73,15 +72,6 @@ def test_a_body_nested_without_end_is_400(house: House, key: str, path: str):
         answers = [http.post(path, content=body) for body in (DEEP, b'{"model": "tiny", "x": ' + DEEP + b"}")]
 
     assert {answer.status_code for answer in answers} == {400}
-
-
-def test_an_upload_may_be_larger_than_the_frameworks_limit(house: House, key: str):
-    weights = sound_header(DEFAULT_LIMIT) + bytes(DEFAULT_LIMIT)
-    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": weights}
-    with house.http(key) as http:
-        answer = http.post("/adapters", data={"name": "a", "base_model": "tiny"}, files=files)
-
-    assert answer.status_code == 422, "a matter of what is in it, not of its size"
 
 
 def test_a_body_over_our_own_limit_is_413_on_every_route_that_reads_json(house: House, key: str):
