@@ -752,10 +752,21 @@ def test_a_hostile_file_is_refused_and_leaves_nothing(upload: Upload, kind: str,
     assert [path.name for path in tmp_path.iterdir()] == ["adapter_model.safetensors"]
 
 
-def test_more_tensors_than_the_model_has_places_are_refused(upload: Upload):
-    tensors = {f"w{index}": np.ones(1, np.float32) for index in range(2 * 2 * 7 + 1)}
+def test_more_tensors_than_the_model_has_places_are_refused_and_named(upload: Upload):
+    dora = {f"{PREFIX}layers.{layer}.{path_of(module)}.lora_magnitude_vector": np.ones(32, np.float32)
+            for layer in range(2) for module in MODULES}  # fmt: skip
+    head = {"base_model.model.lm_head.weight": np.ones((40, 32), np.float32)}
 
-    assert "29 tensors, the model can take 28" in refusal(upload, tensors)
+    text = refusal(upload, pairs(*MODULES) | dora | head, config(r=5), limits=Allowed(max_adapter_rank=3))
+
+    for named in ("43 tensors, the model can take 28", "use_dora", "modules_to_save", "LoRA rank 4 is over"):
+        assert named in text
+
+
+def test_far_more_tensors_than_the_model_has_places_are_refused_unread(upload: Upload):
+    tensors = {f"w{index}": np.full(1, np.nan, np.float32) for index in range(2 * 28 + 17)}
+
+    assert refusal(upload, tensors) == "safetensors: 73 tensors, the model can take 28"
 
 
 def test_a_symbolic_link_and_a_folder_are_not_read(tmp_path: Path):
