@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
 from engine.experts import ExpertLoad
 from engine.flight import Flight, StepHandle
-from engine.intake import ModelInfo, make_sequences, read_prompts
+from engine.intake import Grammar, ModelInfo, make_sequences, read_prompts
 from engine.outbox import Outbox
 from engine.scheduler import NOTHING, ChunkResult, Scheduler, StepPlan
 from engine.sequence import Request, Sequence, SequenceStatus
@@ -107,10 +107,13 @@ class Engine:
 
     # ── between steps ────────────────────────────────────────────────────────────────────────────
 
-    def add(self, submit: wire.Submit) -> None:
-        """Raises Busy, TooLong or InvalidRequest; nothing of the request is kept then."""
+    def add(self, submit: wire.Submit, grammar: Grammar | None = None) -> None:
+        """``grammar`` is the submit's, compiled. Raises Busy, TooLong or InvalidRequest; nothing of the request is kept
+        then."""
         if submit.request_id in self._requests:
             raise InvalidRequest("this request id is in use")
+        if bool(submit.sampling.grammar) != (grammar is not None):
+            raise InvalidRequest("a grammar comes compiled, or not at all")
         prompts = read_prompts(submit, self.config, self._runner.model_info)
         num_tokens = submit.num_choices * sum(map(len, prompts))
         full = len(self._unstarted) >= self.config.max_waiting_requests
@@ -118,6 +121,8 @@ class Engine:
             raise Busy("the waiting queue is full")
         request = Request(submit, self._clock())
         request.sequences = make_sequences(request, prompts, self._num_sequences, self._seed_source)
+        for sequence in request.sequences if grammar else ():
+            sequence.matcher = grammar.matcher()
         request.num_unfinished = len(request.sequences)
         self._num_sequences += len(request.sequences)
         self._requests[submit.request_id] = request
@@ -253,7 +258,9 @@ class Engine:
                 continue
             if sequence.sampling.prompt_logprobs >= 0 and sequence.is_leader:
                 self._outbox.add_scores(chunk, result)
-            if chunk.samples:
+            if chunk.samples and sequence.matcher is not None and sequence.matcher.failure:
+                self._end(sequence, "length")  # without the token: no mask stood before it
+            elif chunk.samples:
                 reason = self._outbox.add_token(chunk, result, now_ns)
                 if reason:
                     self.scheduler.finish(sequence)

@@ -29,3 +29,9 @@ class InvalidAdapter(EngineError):
     """Weights that don't fit the model or a slot; raised by the runner's ``load_slot``."""
 
     code = "invalid_adapter"
+
+
+class InvalidGrammar(EngineError):
+    """A grammar that can't be compiled for this model's vocabulary; the message is the reason."""
+
+    code = "invalid_grammar"

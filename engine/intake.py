@@ -6,7 +6,7 @@ from typing import Protocol
 from engine import wire
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, TooLong
-from engine.sequence import Request, Sequence, choice_seed
+from engine.sequence import Matcher, Request, Sequence, choice_seed
 
 
 class ModelInfo(Protocol):
@@ -16,6 +16,12 @@ class ModelInfo(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class Grammar(Protocol):
+    """What the choices of a request are held to: ``engine.grammar.Grammar``."""
+
+    def matcher(self) -> Matcher: ...
 
 
 def read_prompts(submit: wire.Submit, config: EngineConfig, model: ModelInfo) -> list[list[int]]:

@@ -12,6 +12,11 @@ from engine.connection import Connection
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def submit_bytes(submit: wire.Submit) -> int:
+    """What a request keeps in memory."""
+    return sum(map(len, submit.prompts)) + len(submit.sampling.grammar)
+
+
 @dataclass(slots=True)
 class OpenRequest:
     """``connection`` None: its gateway is lost. It is over when Finished *and* (Closed or lost)."""
@@ -56,7 +61,7 @@ class OpenRequests:
         return None
 
     def add(self, submit: wire.Submit, connection: Connection) -> None:
-        num_bytes = sum(map(len, submit.prompts))
+        num_bytes = submit_bytes(submit)
         self._open[submit.request_id] = OpenRequest(
             submit.request_id, submit.context, submit.adapter_key, num_bytes, connection
         )

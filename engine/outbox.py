@@ -40,10 +40,12 @@ class Outbox:
         assert sequence.token_ids[chunk.end] == PENDING, f"{sequence} gets a token twice"
         request = sequence.request
         sequence.token_ids[chunk.end] = result.token_id
+        if sequence.matcher is not None:
+            sequence.matcher.advance(result.token_id)
         request.first_token_ns = request.first_token_ns or now_ns
         request.last_token_ns = now_ns
         reason = self._verdict(sequence, chunk.end + 1)
-        stop_id = result.token_id if reason == "stop" else -1
+        stop_id = result.token_id if reason == "stop" and self._is_stop(sequence, result.token_id) else -1
         logprobs = () if result.logprobs is None else (result.logprobs,)
         token = wire.pack_ids((result.token_id,))
         self._events.deltas.append(wire.Delta(request.request_id, sequence.choice, token, logprobs, reason, stop_id))
@@ -79,9 +81,15 @@ class Outbox:
         self._events.finished.append(finished)
         return request
 
+    def _is_stop(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether it is no text; the last token of a grammar often is."""
+        return token_id in self._eos_token_ids or token_id in sequence.sampling.stop_token_ids
+
     def _verdict(self, sequence: Sequence, num_known: int) -> wire.FinishReason:
-        sampling, token_id = sequence.sampling, sequence.token_ids[num_known - 1]
+        sampling, token_id, matcher = sequence.sampling, sequence.token_ids[num_known - 1], sequence.matcher
         num_output = num_known - sequence.num_prompt_tokens
+        if matcher is not None and (matcher.ended or matcher.failure):
+            return "stop" if matcher.ended else "length"
         if num_output > sampling.min_tokens:
             is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:

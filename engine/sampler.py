@@ -1,7 +1,7 @@
 """Logits → tokens. A row's result depends on that row alone: its logits, its parameters, its tokens, its seed.
 
-Order of the steps, as vLLM's: bias, min_tokens mask, repetition, frequency and presence penalties; then, for
-rows that aren't greedy, temperature, min-p, top-k, top-p; then one draw. Log-probabilities are of the raw
+Order of the steps, as vLLM's: bias, min_tokens mask, repetition, frequency and presence penalties, the grammar's mask;
+then, for rows that aren't greedy, temperature, min-p, top-k, top-p; then one draw. Log-probabilities are of the raw
 logits, before any of it.
 
 A draw is a function of (seed, output position): a counter-based generator, so that preemption, recomputation
@@ -65,6 +65,8 @@ class Sampler:
 
     def _is_adjusted(self, row: Sequence) -> bool:
         sampling = row.sampling
+        if row.matcher is not None:
+            return True
         penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         return bool(sampling.logit_bias) or penalties != (0.0, 0.0, 1.0) or row.num_output_tokens < sampling.min_tokens
 
@@ -80,6 +82,20 @@ class Sampler:
             _penalise_repetition(logits, row.token_ids, sampling.repetition_penalty)
         if sampling.frequency_penalty or sampling.presence_penalty:
             _penalise_counts(logits, row.output_ids, sampling)
+        mask = row.matcher.mask() if row.matcher is not None else b""
+        if mask:
+            _constrain(logits, mask)
+
+
+def _constrain(logits: Tensor, mask: bytes) -> None:
+    """Leaves only the tokens of ``mask`` [a bit each, lowest first]. Where none of them has a logit left (min_tokens
+    took it, or it is NaN) all of them are equal: what is drawn is always of the mask."""
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (packed[:, None] >> bits & 1).flatten()[: len(logits)].bool()
+    logits.masked_fill_(~allowed, _NO_LOGIT)
+    nothing_left = ~(logits > _NO_LOGIT).any()
+    logits.masked_fill_(allowed & nothing_left, 0.0)
 
 
 def _penalise_repetition(logits: Tensor, token_ids: list[int], penalty: float) -> None:

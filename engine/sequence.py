@@ -2,6 +2,7 @@
 
 import hashlib
 from enum import Enum
+from typing import Protocol
 
 from engine import wire
 
@@ -12,6 +13,17 @@ class SequenceStatus(Enum):
     WAITING = "waiting"  # queued, behind its leader, or without its adapter: holds no block and no slot
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Matcher(Protocol):
+    """A choice's place in its grammar: ``engine.grammar.Matcher``."""
+
+    @property
+    def failure(self) -> str: ...
+    @property
+    def ended(self) -> bool: ...
+    def mask(self) -> bytes: ...
+    def advance(self, token_id: int) -> None: ...
 
 
 class Sequence:
@@ -32,6 +44,7 @@ class Sequence:
         "finish_reason",
         "key",
         "limit",
+        "matcher",
         "needs_history",
         "num_cached_tokens",
         "num_charged_tokens",
@@ -63,9 +76,10 @@ class Sequence:
         self.sampling: wire.SamplingParams = submit.sampling
         self.seed = seed
         penalties = (self.sampling.presence_penalty, self.sampling.frequency_penalty, self.sampling.repetition_penalty)
-        self.needs_history = penalties != (0.0, 0.0, 1.0)
+        self.needs_history = penalties != (0.0, 0.0, 1.0) or bool(self.sampling.grammar)
         self.limit = min(submit.sampling.max_tokens, submit.granted_tokens)  # output tokens allowed so far
         self.adapter_key = submit.adapter_key
+        self.matcher: Matcher | None = None  # stands behind the last known token, also while waiting
         self.status = SequenceStatus.WAITING
         self.finish_reason: wire.FinishReason = ""
         # what it holds while it runs

@@ -17,8 +17,10 @@ from engine import wire
 from engine.adapter_tiers import AdapterTiers, DiskTier
 from engine.connection import Connection
 from engine.engine import Engine
+from engine.grammar import Compiler
+from engine.grammar_gate import GrammarGate
 from engine.journal import Journal
-from engine.open_requests import OpenRequests
+from engine.open_requests import OpenRequests, submit_bytes
 from engine.record_delivery import RecordDelivery
 from engine.step_thread import StepOutput, StepThread
 
@@ -54,6 +56,8 @@ class Server:
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._steps = StepThread(engine, self._deliver, self._break)
+        compiler = Compiler(identity.tokenizer.tokenizer_json, identity.card.vocab_size, identity.card.eos_token_ids)
+        self._gate = GrammarGate(self._steps, compiler, self._reject)
         self._adapters = AdapterTiers(disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed)
         self._delivery: asyncio.Task[None] | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -98,6 +102,7 @@ class Server:
                     await self._until_quiet()
         if self.broken.done():
             self.broken.exception()  # seen, whoever asks for it or not
+        await self._gate.close()
         await asyncio.to_thread(self._steps.stop)
         await self._adapters.close()
         self._records.end()
@@ -147,12 +152,12 @@ class Server:
                 self._submit(connection, message)
             case wire.Close():
                 if self._open.close(message, connection):
-                    self._steps.post(self._engine.abort, message.request_id)
+                    self._gate.post(message.request_id, self._engine.abort, message.request_id)
                 self._look_quiet()
             case wire.Grant() if self._open.connection(message.request_id) is connection:
-                self._steps.post(self._engine.grant, message.request_id, message.granted_tokens)
+                self._gate.post(message.request_id, self._engine.grant, message.request_id, message.granted_tokens)
             case wire.Abort() if self._open.connection(message.request_id) is connection:
-                self._steps.post(self._engine.abort, message.request_id, message.choice)
+                self._gate.post(message.request_id, self._engine.abort, message.request_id, message.choice)
             case wire.AdapterChunk() | wire.AdapterUnavailable():
                 self._adapters.receive(connection, message)
             case wire.AdapterForget():
@@ -169,7 +174,7 @@ class Server:
             connection.send(wire.Rejected(submit.request_id, *refusal))
             return
         self._open.add(submit, connection)
-        self._steps.submit(submit)
+        self._gate.submit(submit)
         if submit.adapter_key:
             self._adapters.waiting(submit.adapter_key)
 
@@ -185,8 +190,10 @@ class Server:
             return "invalid", "a prompt isn't whole int32 token ids"
         if self.draining:
             return "draining", "the engine is shutting down"
-        if self._open.num_bytes + sum(map(len, submit.prompts)) > MAX_OPEN_BYTES:
+        if self._open.num_bytes + submit_bytes(submit) > MAX_OPEN_BYTES:
             return "busy", "the engine holds too many bytes of prompts"
+        if submit.sampling.grammar and self._gate.is_full:
+            return "busy", "too many grammars wait to be compiled"
         if self._records.failing:
             return "busy", "the engine can't journal usage"
         return None
@@ -205,6 +212,9 @@ class Server:
                 self._adapters.want(key)
         self._look_quiet()
 
+    def _reject(self, request_id: str, code: str, message: str) -> None:
+        self._deliver(StepOutput([wire.Rejected(request_id, code, message)]))
+
     def _send_frames(self, deltas: Iterable[wire.Delta], scores: Iterable[wire.PromptScores]) -> None:
         frames: dict[Connection, wire.StepFrame] = {}
         for delta in deltas:
@@ -222,7 +232,7 @@ class Server:
         """That gateway is gone: its requests end within two steps and are journaled as lost."""
         self._records.disconnected(connection)
         for request_id in self._open.lose(connection):
-            self._steps.post(self._engine.abort, request_id)
+            self._gate.post(request_id, self._engine.abort, request_id)
         self._adapters.lost(connection)
         self._look_quiet()
 
@@ -235,7 +245,7 @@ class Server:
     # ── the process ──────────────────────────────────────────────────────────────────────────────
 
     def _send_stats(self, connection: Connection, seq: int, families: list[wire.Family]) -> None:
-        connection.send(wire.StatsReply(seq, [*families, *self._own_families()]))
+        connection.send(wire.StatsReply(seq, [*families, *self._gate.families(), *self._own_families()]))
 
     def _own_families(self) -> list[wire.Family]:
         gauges = (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine import wire
 from engine.engine import Engine, StepResult
 from engine.errors import EngineError
+from engine.intake import Grammar
 
 logger = logging.getLogger("engine.step")
 
@@ -65,9 +66,9 @@ class StepThread:
         self._inbox.append((call, args))
         self._wake.set()
 
-    def submit(self, submit: wire.Submit) -> None:
+    def submit(self, submit: wire.Submit, grammar: Grammar | None = None) -> None:
         """Adds a request; if the engine won't have it, a Rejected comes with the next output."""
-        self.post(self._add, submit)
+        self.post(self._add, submit, grammar)
 
     def stats(self, reply: Callable[[list[wire.Family]], None]) -> None:
         """Calls ``reply`` on the loop with the engine's families. From the loop only.
@@ -80,9 +81,9 @@ class StepThread:
         else:
             reply(self._engine.stats.families())
 
-    def _add(self, submit: wire.Submit) -> None:
+    def _add(self, submit: wire.Submit, grammar: Grammar | None) -> None:
         try:
-            self._engine.add(submit)
+            self._engine.add(submit, grammar)
         except EngineError as error:
             self._rejected.append(wire.Rejected(submit.request_id, error.code, str(error)))
 

@@ -1,7 +1,6 @@
 """Messages between a gateway and an engine: length-prefixed msgpack, one tagged struct a frame.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. Token ids travel as little-endian
-int32 bytes (``pack_ids``), so that a step's deltas cost one copy and no per-token object.
+How frames and token ids are written is ``framing.py``'s; its names are also found here.
 
 Life of a request, seen on the wire (G = gateway, E = engine):
 
@@ -16,43 +15,22 @@ Life of a request, seen on the wire (G = gateway, E = engine):
 No torch, no tenant, no HTTP: ``flow``, ``cache_namespace``, ``context`` and adapter keys are opaque.
 """
 
-import struct
-from array import array
-from collections.abc import Iterable, Iterator
 from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
+from engine.framing import Frames, WireError, frame, pack_ids, unpack_ids  # noqa: F401 (names of the wire too)
 from engine.wire_cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
 
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two
-MAX_FRAME_BYTES = 64 << 20
 MAX_CONTEXT_BYTES = 512
 ADAPTER_CHUNK_BYTES = 1 << 20
 
 FlowClass: TypeAlias = Literal["interactive", "standard", "batch"]
 FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error"]
 Role: TypeAlias = Literal["gateway", "observer"]
-
-_LENGTH = struct.Struct(">I")
-
-
-class WireError(Exception):
-    """The peer sent bytes that are not our protocol; the connection ends."""
-
-
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids → int32 bytes. Raises OverflowError for an id that is no int32."""
-    return array("i", ids).tobytes()
-
-
-def unpack_ids(data: bytes) -> list[int]:
-    """int32 bytes → token ids."""
-    ids = array("i")
-    ids.frombytes(data)
-    return ids.tolist()
 
 
 class Flow(Struct, frozen=True, array_like=True):
@@ -68,7 +46,9 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
 
     ``max_tokens`` is the hard bound of each choice (0 = score the prompt only); ``temperature`` 0 is greedy
     with ties to the lowest id; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``logprobs`` and
-    ``prompt_logprobs`` are numbers of alternatives, -1 = not wanted, 0 = the token's own only.
+    ``prompt_logprobs`` are numbers of alternatives, -1 = not wanted, 0 = the token's own only. ``grammar`` is what
+    the output must be, in llguidance's words ("" = anything); its end ends the choice with ``stop``, whatever
+    ``min_tokens`` and ``ignore_eos`` say, and one that costs too much ends it with ``length``.
     """
 
     max_tokens: int
@@ -86,6 +66,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -224,7 +205,7 @@ class Welcome(Struct, frozen=True, tag="welcome"):
 
 
 class Rejected(Struct, frozen=True, tag="rejected"):
-    """Not accepted: ``code`` is busy | draining | too_long | invalid."""
+    """Not accepted: ``code`` is busy | draining | too_long | invalid | invalid_grammar."""
 
     request_id: str
     code: str
@@ -327,31 +308,7 @@ _to_gateway = msgspec.msgpack.Decoder(ToGateway)
 
 def encode(message: ToEngine | ToGateway) -> bytes:
     """A message as one frame, length first."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts a byte stream into frame bodies. Feed it what arrived; iterate what is whole.
-
-    Raises WireError for a frame over ``max_bytes``: the peer is broken or not ours.
-    """
-
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._buffer = bytearray()
-        self._max_bytes = max_bytes
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        self._buffer += data
-        while len(self._buffer) >= 4:
-            (size,) = _LENGTH.unpack_from(self._buffer)
-            if size > self._max_bytes:
-                raise WireError(f"frame of {size} bytes, {self._max_bytes} allowed")
-            if len(self._buffer) < 4 + size:
-                return
-            body = bytes(self._buffer[4 : 4 + size])
-            del self._buffer[: 4 + size]
-            yield body
+    return frame(_encoder.encode(message))
 
 
 def decode_to_engine(body: bytes) -> ToEngine:

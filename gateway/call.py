@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,8 @@ class Call:
 
     ``answering`` says that the status line has been sent. ``label`` is the caller's own X-Request-ID (or
     X-Client-Request-ID), '' when absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without
-    one the trace begins here. ``headers`` go with the answer, whatever it will be.
+    one the trace begins here. ``headers`` go with the answer, whatever it will be. ``is_replay``: it is the answer
+    that an earlier request got, and ``request_id`` is that one's. ``body_hash`` is there when an Idempotency-Key is.
     """
 
     scope: Scope
@@ -44,6 +46,8 @@ class Call:
     trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
     parent_span: str = ""
     sampled: bool = True
+    idempotency_key: str | None = None
+    body_hash: bytes = b""
     started_ns: int = field(default_factory=time.monotonic_ns)
     started_unix_ns: int = field(default_factory=time.time_ns)
     read_ns: int = 0
@@ -51,12 +55,15 @@ class Call:
     on_gone: Callable[[], None] | None = None
     answering: bool = False
     headers: dict[str, str] = field(default_factory=dict)
+    on_whole: Callable[[bytes | None], Awaitable[None]] | None = None
+    is_replay: bool = False
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
         call = cls(scope, receive, send)
         label = call.header(b"x-request-id") or call.header(b"x-client-request-id") or ""
         call.label = label if _LABEL.fullmatch(label) else ""
+        call.idempotency_key = call.header(b"idempotency-key")
         trace = _TRACEPARENT.fullmatch(call.header(b"traceparent") or "")
         if trace:
             call.trace_id, call.parent_span = trace[1], trace[2]
@@ -83,6 +90,8 @@ class Call:
         """The whole body. Raises ApiError 413 over ``max_bytes``, 400 when the caller left before its end."""
         body = b"".join([chunk async for chunk in self.chunks(max_bytes)])
         self.read_ns = time.monotonic_ns()
+        if self.idempotency_key is not None:
+            self.body_hash = hashlib.sha256(body).digest()
         return body
 
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
@@ -129,11 +138,21 @@ class Call:
         if self.on_gone is not None:
             self.on_gone()
 
+    async def whole(self, body: bytes | None) -> None:
+        """Tells whoever asked for it that the answer is complete, before its last byte is sent; None: a stream."""
+        if self.on_whole is not None:
+            await self.on_whole(body)
+
     async def begin(self, status: int, headers: dict[str, str]) -> None:
         """Status and headers; nothing when the caller has left."""
         self.answering = True
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def answer(self, body: bytes) -> None:
+        """200 with a JSON body, and that is all."""
+        await self.begin(200, {"content-type": "application/json", "content-length": str(len(body))})
+        await self.write(body, last=True)
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
         """A piece of the body, flushed. A caller that takes nothing for SEND_TIMEOUT_S has left."""

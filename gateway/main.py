@@ -28,6 +28,7 @@ from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
 from gateway.dispatch import Dispatch, Flight
+from gateway.idempotency import Idempotency
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
@@ -83,9 +84,10 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         quota = Quota(redis, settings.store_deadline_s)
         admission = Admission(quota, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
         await _started(stack, admission)
+        idempotency = await _started(stack, Idempotency(database, secrets))
         dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card)
         yield Parts(
-            pipeline=Pipeline(directory, Reader(targets), admission, dispatch, telemetry),
+            pipeline=Pipeline(directory, Reader(targets), idempotency, admission, dispatch, telemetry),
             catalog=catalog,
             targets=targets,
             adapters=Adapters(catalog, targets, database, blobs),

@@ -1,4 +1,4 @@
-"""The request path: authenticate → admit → dispatch → (the engine steps) → stream → settle → report.
+"""The request path: authenticate → (once) → admit → dispatch → (the engine steps) → stream → settle → report.
 
 Nothing else starts work or books money. An admitted request ends in exactly one terminal event, one settled
 reservation and one Close to its engine, however it ends: the two contexts see to that on their way out.
@@ -13,6 +13,7 @@ from gateway.auth import authenticate
 from gateway.call import call_of
 from gateway.dispatch import CallerLeft, Dispatch
 from gateway.errors import as_api_error
+from gateway.idempotency import Idempotency, Replayed
 from gateway.schemas import MAX_BODY_BYTES
 from gateway.streaming import deliver
 from gateway.telemetry import Telemetry
@@ -26,6 +27,7 @@ class Pipeline:
 
     directory: Directory
     reader: Reader
+    idempotency: Idempotency
     admission: Admission
     dispatch: Dispatch
     telemetry: Telemetry
@@ -39,11 +41,12 @@ class Pipeline:
             work = await self.reader.read(kind, await call.body(MAX_BODY_BYTES), principal)
             async with (
                 call.watched(),
+                self.idempotency.once(call, work),
                 self.admission.admit(call, work) as ticket,
                 self.dispatch.open(call, work, ticket) as flight,
             ):
                 await deliver(call, work, flight)
-        except CallerLeft:
+        except (CallerLeft, Replayed):
             pass
         except Exception as failure:
             error = as_api_error(failure)

@@ -20,7 +20,6 @@ from gateway.work import Work
 
 _log = logging.getLogger("gateway.streaming")
 _encode = msgspec.json.Encoder().encode
-_JSON_HEADERS = {"content-type": "application/json"}
 
 
 async def deliver(call: Call, work: Work, flight: Flight) -> None:
@@ -130,6 +129,7 @@ class Streamed:
 
     async def end(self) -> None:
         usage = self._form.usage_chunk(self._flight.usage)
+        await self._call.whole(None)
         await self._events.end([] if usage is None else [usage])
 
 
@@ -153,8 +153,8 @@ class Whole:
         if self._work.is_ranked:
             choices = _best(self._work, list(choices.values()))
         body = _encode(self._form.whole(choices, self._flight.usage))
-        await self._call.begin(200, _JSON_HEADERS | {"content-length": str(len(body))})
-        await self._call.write(body, last=True)
+        await self._call.whole(body)
+        await self._call.answer(body)
 
 
 def _merge(pieces: list[Piece]) -> Piece:

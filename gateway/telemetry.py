@@ -60,6 +60,10 @@ class Telemetry:
 
     def report(self, call: Call, work: Work | None, flight: Flight | None, error: ApiError | None) -> None:
         """A request has ended, whatever way. Called once for each."""
+        if call.is_replay:
+            self.metrics.requests.labels(*_labels(None), "replayed").inc()
+            _log.info("request=%s status=replayed", call.request_id)
+            return
         status = flight.outcome if flight else error.status if error else CALLER_LEFT
         self.metrics.requests.labels(*_labels(work), _outcome(status)).inc()
         if flight is None or not flight.submitted_ns:

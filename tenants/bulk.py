@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-_ARRAYS = {str: "text[]", int: "bigint[]", bool: "boolean[]"}
+_ARRAYS = {str: "text[]", int: "bigint[]", bool: "boolean[]", bytes: "bytea[]"}
 
 
 async def insert_new(session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple]) -> int:

@@ -80,6 +80,12 @@ class Secrets:
         fields = (tenant_id, adapter_sha256, model_revision, cache_salt)
         return self._derive(b"cache", *(field.encode("utf-8", "surrogatepass") for field in fields))
 
+    def idempotency_key(self, tenant_id: str, value: str) -> tuple[str, Secret]:
+        """(hash, secret) of what a tenant sent as Idempotency-Key: the hash is for the database, hex; the secret, 32
+        bytes, can't be had from it."""
+        fields = (tenant_id.encode(), value.encode())
+        return self._derive(b"idempotency hash", *fields).hex(), Secret(self._derive(b"idempotency secret", *fields))
+
     def _derive(self, tag: bytes, *fields: bytes) -> bytes:
         message = b"tenora\x01" + b"".join(len(field).to_bytes(4, "big") + field for field in (tag, *fields))
         return hmac.digest(self.namespace_secret.reveal(), message, hashlib.sha256)

@@ -241,3 +241,22 @@ class LedgerEntry(SQLModel, table=True):
     unit_price_picousd: int = Field(sa_type=Picousd)
     amount_picousd: int = Field(sa_type=Picousd)
     occurred_unix_ns: int = Field(sa_type=BigInteger)
+
+
+class IdempotentRequest(SQLModel, table=True):
+    """The request that an Idempotency-Key of a tenant stands for; of the key's value only a keyed hash is kept.
+
+    Until ``finished_unix_ns`` the gateway that runs it renews the lease. ``answer`` is encrypted under the value;
+    None: too large or streamed, the receipt of ``request_id`` stands for it.
+    """
+
+    __tablename__ = "idempotent_request"  # pyright: ignore[reportAssignmentType]
+
+    tenant_id: str = Field(primary_key=True, max_length=28)
+    key_hash: str = Field(primary_key=True, max_length=64)
+    body_hash: bytes = Field(sa_type=LargeBinary)
+    request_id: str = Field(max_length=36)
+    lease_unix_ns: int = Field(sa_type=BigInteger)
+    finished_unix_ns: int | None = Field(default=None, sa_type=BigInteger)
+    answer: bytes | None = Field(default=None, sa_type=LargeBinary)
+    keep_until_unix_ns: int = Field(sa_type=BigInteger, index=True)

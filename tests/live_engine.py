@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny import Adapter, tiny_config, tiny_weights
+from tiny import Adapter, tiny_config, tiny_tokenizer, tiny_weights
 
 from engine import wire
 from engine.adapter_tiers import DiskTier
@@ -25,7 +25,7 @@ from engine.server import Identity, Server
 PATIENCE_S = 60.0  # how long a test waits for what must come
 
 CONFIG = EngineConfig(num_blocks=256, context_tokens=512, max_step_tokens=128, adapter_slots=2, max_lora_rank=8)
-TOKENIZER = wire.TokenizerCard("{}", "template", {"eos_token": "x"}, False)
+TOKENIZER = wire.TokenizerCard(tiny_tokenizer().to_str(), "template", {"eos_token": "x"}, False)
 
 
 def tiny_engine(config: EngineConfig = CONFIG) -> Engine:

@@ -3,9 +3,21 @@
 from torch import Tensor
 
 from kernels.paged_attention import reference
-from kernels.paged_attention.plan import AttentionPlan, plan_attention
+from kernels.paged_attention.captured import DecodeShape, captured_plan, fill_plan, plan_numbers
+from kernels.paged_attention.groups import prefix_groups
+from kernels.paged_attention.plan import AttentionPlan, PrefixGroup, plan_attention
 
-__all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
+__all__ = [
+    "AttentionPlan",
+    "DecodeShape",
+    "PrefixGroup",
+    "captured_plan",
+    "fill_plan",
+    "paged_attention",
+    "plan_attention",
+    "plan_numbers",
+    "prefix_groups",
+]
 
 
 def paged_attention(
@@ -19,7 +31,8 @@ def paged_attention(
     never reach its row, whatever they hold. On a CPU a row's bits depend on what it sees only: not on the other
     sequences, the chunk that it came in, or the number of threads.
 
-    ``plan`` is made once a step by ``plan_attention`` and serves every layer. After Kwon et al. (arXiv 2309.06180)
+    ``plan`` is made once a step by ``plan_attention`` (or stands in memory for a captured step: ``captured_plan``) and
+    serves every layer. After Kwon et al. (arXiv 2309.06180)
     and Dao et al. (arXiv 2205.14135).
     """
     assert key_cache.shape == value_cache.shape, (key_cache.shape, value_cache.shape)

@@ -56,12 +56,22 @@ class ChunkTiles:
     tiles: tuple[ChunkTile, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Sequences (their numbers in the step, in order) whose block tables begin with the same ``num_tokens`` tokens'
+    blocks: a multiple of the block size, before each member's only query."""
+
+    members: tuple[int, ...]
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which tokens see what. Made by ``plan_attention``.
+    """Which tokens see what. Made by ``plan_attention`` or ``decode_plan``.
 
-    block_tables [N, most blocks] int64 (what lies past a sequence's blocks is not read), query_starts N + 1 ints,
-    context_lens N ints: tokens of each sequence in the cache, its queries among them.
+    block_tables [N, most blocks] of an int type (what lies past a sequence's blocks is not read), query_starts N + 1
+    ints, context_lens N ints: tokens of each sequence in the cache, its queries among them. ``given``: the pieces for
+    the GPU, where they stand in memory that the caller fills.
     """
 
     block_tables: Tensor
@@ -71,6 +81,8 @@ class AttentionPlan:
     num_heads: int
     num_kv_heads: int
     sliding_window: int | None
+    groups: tuple[PrefixGroup, ...] = ()
+    given: AttentionWork | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +91,7 @@ class AttentionPlan:
     @cached_property
     def work(self) -> AttentionWork:
         """The step as pieces for the GPU."""
-        return build_work(self)
+        return self.given or build_work(self)
 
     @cached_property
     def decode(self) -> DecodeTiles | None:
@@ -191,8 +203,20 @@ def plan_attention(
     num_heads: int,
     num_kv_heads: int,
     sliding_window: int | None = None,
+    groups: tuple[PrefixGroup, ...] = (),
 ) -> AttentionPlan:
-    """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions."""
+    """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions.
+
+    ``groups`` (of ``prefix_groups``; no sequence in two of them, no sliding window) let a GPU read the blocks that
+    decodes share once; a CPU takes no notice. A member's row has other last bits then than alone.
+    """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    return AttentionPlan(block_tables, query_starts, context_lens, block_size, num_heads, num_kv_heads, sliding_window)
+    assert not (groups and sliding_window), "a window cuts what is shared"
+    for group in groups:
+        assert group.num_tokens % block_size == 0, group
+        assert all(group.num_tokens < context_lens[member] for member in group.members), group
+        assert all(query_starts[member + 1] - query_starts[member] == 1 for member in group.members), group
+    return AttentionPlan(
+        block_tables, query_starts, context_lens, block_size, num_heads, num_kv_heads, sliding_window, groups
+    )

@@ -21,61 +21,58 @@ MAX_HEAD_BYTES = 512  # of shared memory: 128 rows of fp32 and head size 256 do 
 
 
 @triton.jit
-def _attend(
+def _attend_rows(
     p_queries,
     p_keys,
     p_values,
     p_table,
-    p_items,
+    p_item,
     p_starts,
     p_contexts,
+    p_members,
     p_out,
     p_partials,
     p_stats,
+    i_head,
     stride_query,
     stride_table,
     stride_block,
-    partial_rows,
     scale_log2,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """stats [partials, KV_HEADS, partial_rows, 2] fp32: a row's largest score (base 2) and its sum of weights."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    i_item = tl.program_id(0).to(tl.int64)
-    if IS_SPLIT:  # the heads of a chunk stand side by side in memory
-        i_head = i_item % KV_HEADS
-        i_item = i_item // KV_HEADS
-    else:  # one head's keys stay in the L2 cache
-        i_head = tl.program_id(1).to(tl.int64)
-    p_item = p_items + i_item * COLUMNS
+    """The rows of one item and one key/value head."""
     i_sequence = tl.load(p_item).to(tl.int64)
-    first_row = tl.load(p_item + 1)
-    first_key = tl.load(p_item + 2)
-    last_key = tl.load(p_item + 3)
-    i_partial = tl.load(p_item + 4).to(tl.int64)
-    i_start = tl.load(p_starts + i_sequence)
-    num_queries = tl.load(p_starts + i_sequence + 1) - i_start
-    begin = tl.load(p_contexts + i_sequence) - num_queries  # position of the first query
+    o_rows = tl.load(p_item + 1) + tl.arange(0, BLOCK_M)
+    first_key = tl.load(p_item + 3)
+    last_key = tl.load(p_item + 4)
+    i_partial = tl.load(p_item + 5).to(tl.int64)
+    if IS_GROUP:  # rows of many sequences, which all see all of the keys
+        m_rows = o_rows < tl.load(p_item + 2)
+        i_members = tl.load(p_members + i_sequence + o_rows // GROUP, mask=m_rows, other=0).to(tl.int64)
+        i_tokens = tl.load(p_starts + i_members, mask=m_rows, other=0).to(tl.int64)
+        i_sequence = tl.load(p_members + i_sequence).to(tl.int64)
+        begin = last_key
+    else:
+        i_start = tl.load(p_starts + i_sequence)
+        num_queries = tl.load(p_starts + i_sequence + 1) - i_start
+        begin = tl.load(p_contexts + i_sequence) - num_queries  # position of the first query
+        m_rows = o_rows < num_queries * GROUP
+        i_tokens = (i_start + o_rows // GROUP).to(tl.int64)
 
-    o_rows = first_row + tl.arange(0, BLOCK_M)
     o_dim = tl.arange(0, BLOCK_D)
     m_dim = o_dim < HEAD_DIM if BLOCK_D > HEAD_DIM else tl.full((BLOCK_D,), True, tl.int1)
-    m_rows = o_rows < num_queries * GROUP
     m_out = m_rows[:, None] & m_dim[None, :]
     positions = begin + o_rows // GROUP
-    i_tokens = (i_start + o_rows // GROUP).to(tl.int64)
     o_heads = (i_head * GROUP + o_rows % GROUP) * HEAD_DIM
     b_queries = tl.load(
         p_queries + (i_tokens * stride_query + o_heads)[:, None] + o_dim[None, :], mask=m_out, other=0.0
@@ -83,16 +80,20 @@ def _attend(
     b_largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_total = tl.zeros((BLOCK_M,), tl.float32)
     b_sum = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    HAS_OPEN: tl.constexpr = IS_GROUP or (WINDOW == 0 and not IS_SPLIT)
+    MASKED: tl.constexpr = min(TILE, 64) if HAS_OPEN else TILE
     first_tile = first_key // TILE * TILE
     # tiles that every row sees whole need no mask; a window's do not pay
     open_end = first_tile
-    if WINDOW == 0 and not IS_SPLIT:
-        open_end = tl.maximum(first_tile, tl.minimum(begin + first_row // GROUP + 1, last_key) // TILE * TILE)
-    for part in tl.static_range(1 if IS_SPLIT or WINDOW > 0 else 0, 2):  # part 1 is masked
+    if IS_GROUP:
+        open_end = tl.maximum(first_tile, last_key // TILE * TILE)
+    elif HAS_OPEN:
+        open_end = tl.maximum(first_tile, tl.minimum(begin + tl.load(p_item + 1) // GROUP + 1, last_key) // TILE * TILE)
+    for part in tl.static_range(0 if HAS_OPEN else 1, 2):  # part 1 is masked
         low = open_end if part == 1 else first_tile
         high = last_key if part == 1 else open_end
-        for first in range(low, high, TILE):
-            o_keys = first + tl.arange(0, TILE)
+        for first in range(low, high, MASKED if part == 1 else TILE):
+            o_keys = first + tl.arange(0, MASKED if part == 1 else TILE)
             m_keys = (o_keys >= first_key) & (o_keys < last_key) if part == 1 else tl.full((TILE,), True, tl.int1)
             i_blocks = tl.load(p_table + i_sequence * stride_table + o_keys // BLOCK_SIZE, mask=m_keys, other=0).to(
                 tl.int64
@@ -122,10 +123,116 @@ def _attend(
         p_rows = p_out + (i_tokens * (KV_HEADS * GROUP * HEAD_DIM) + o_heads)[:, None] + o_dim[None, :]
         tl.store(p_rows, (b_sum / b_total[:, None]).to(p_out.dtype.element_ty), mask=m_out)
     else:
-        i_rows = (i_partial * KV_HEADS + i_head) * partial_rows + tl.arange(0, BLOCK_M)
+        i_rows = (i_partial + tl.arange(0, BLOCK_M)) * KV_HEADS + i_head
         tl.store(p_partials + i_rows[:, None] * HEAD_DIM + o_dim[None, :], b_sum, mask=m_out)
         tl.store(p_stats + i_rows * 2, b_largest, mask=m_rows)
         tl.store(p_stats + i_rows * 2 + 1, b_total, mask=m_rows)
+
+
+@triton.jit
+def _attend(
+    p_queries,
+    p_keys,
+    p_values,
+    p_table,
+    p_items,
+    p_count,
+    p_starts,
+    p_contexts,
+    p_members,
+    p_out,
+    p_partials,
+    p_stats,
+    stride_query,
+    stride_table,
+    stride_block,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_GROUP: tl.constexpr,
+    IS_CAPTURED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """partials [rows, KV_HEADS, HEAD_DIM] fp32; stats [rows, KV_HEADS, 2] fp32: a row's largest score (base 2) and its
+    sum of weights."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_item = tl.program_id(0).to(tl.int64)
+    if IS_SPLIT:  # the heads of a chunk stand side by side in memory
+        i_head = i_item % KV_HEADS
+        i_item = i_item // KV_HEADS
+    else:  # one head's keys stay in the L2 cache
+        i_head = tl.program_id(1).to(tl.int64)
+    if IS_CAPTURED:  # programs take the items of a list of any length in turn
+        for item in range(i_item, tl.load(p_count).to(tl.int64), tl.num_programs(0) // KV_HEADS):
+            _attend_rows(
+                p_queries,
+                p_keys,
+                p_values,
+                p_table,
+                p_items + item * COLUMNS,
+                p_starts,
+                p_contexts,
+                p_members,
+                p_out,
+                p_partials,
+                p_stats,
+                i_head,
+                stride_query,
+                stride_table,
+                stride_block,
+                scale_log2,
+                KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                WINDOW,
+                BLOCK_M,
+                BLOCK_D,
+                TILE,
+                IS_SPLIT,
+                IS_GROUP,
+                PRECISION,
+            )
+    else:
+        _attend_rows(
+            p_queries,
+            p_keys,
+            p_values,
+            p_table,
+            p_items + i_item * COLUMNS,
+            p_starts,
+            p_contexts,
+            p_members,
+            p_out,
+            p_partials,
+            p_stats,
+            i_head,
+            stride_query,
+            stride_table,
+            stride_block,
+            scale_log2,
+            KV_HEADS,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            WINDOW,
+            BLOCK_M,
+            BLOCK_D,
+            TILE,
+            IS_SPLIT,
+            IS_GROUP,
+            PRECISION,
+        )
 
 
 @triton.jit
@@ -135,7 +242,6 @@ def _merge(
     p_merges,
     p_starts,
     p_out,
-    partial_rows,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -144,16 +250,20 @@ def _merge(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program merges one row: CHUNKS partials at a time, in their order."""
+    """One program merges one row: CHUNKS partials at a time, in their order: the group's, then the own."""
     i_row = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
     p_merge = p_merges + tl.program_id(2).to(tl.int64) * COLUMNS
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if i_row >= tl.load(p_merge + 2):
+    num_rows = tl.load(p_merge + 2)
+    if i_row >= num_rows:
         return
-    first_partial = tl.load(p_merge + 3).to(tl.int64)
-    num_partials = tl.load(p_merge + 4)
+    own_first = tl.load(p_merge + 3).to(tl.int64)
+    group_first = tl.load(p_merge + 5).to(tl.int64)
+    group_stride = tl.load(p_merge + 6)
+    group_count = tl.load(p_merge + 7)
+    num_partials = group_count + tl.load(p_merge + 4)
     o_dim = tl.arange(0, BLOCK_D)
     m_dim = o_dim < HEAD_DIM
     b_largest = tl.full((1,), float("-inf"), tl.float32)
@@ -162,7 +272,12 @@ def _merge(
     for first in range(0, num_partials, CHUNKS):
         o_chunks = first + tl.arange(0, CHUNKS)
         m_chunks = o_chunks < num_partials
-        i_rows = ((first_partial + o_chunks) * KV_HEADS + i_head) * partial_rows + i_row
+        i_partials = tl.where(
+            o_chunks < group_count,
+            group_first + o_chunks * group_stride,
+            own_first + (o_chunks - group_count) * num_rows,
+        )
+        i_rows = (i_partials + i_row) * KV_HEADS + i_head
         b_peaks = tl.load(p_stats + i_rows * 2, mask=m_chunks, other=float("-inf"))
         b_totals = tl.load(p_stats + i_rows * 2 + 1, mask=m_chunks, other=0.0)
         b_parts = tl.load(
@@ -192,7 +307,7 @@ def paged_attention(
     assert scale > 0, scale
     work = plan.work
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    shape = (work.num_partials, plan.num_kv_heads, work.partial_rows)
+    shape = (work.num_partials, plan.num_kv_heads)
     partials = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=queries.device)
     for launch in work.launches:
@@ -207,27 +322,27 @@ def _launch(
 ) -> None:
     queries, key_cache, value_cache, out, partials, stats = tensors
     head_dim = queries.shape[2]
-    num_items = len(launch.items)
+    num_items = len(launch.items) if launch.count is None else launch.num_programs
     grid = (num_items * plan.num_kv_heads,) if launch.is_split else (num_items, plan.num_kv_heads)
-    row = tiles(
-        "attend_split" if launch.is_split else "attend_chunk", out.device, head_bytes=head_dim * queries.element_size()
-    )
-    overlaps = work.num_partials > 0 and tiles("merge", out.device)["pdl"]
+    kernel = "attend_group" if launch.is_group else "attend_split" if launch.is_split else "attend_chunk"
+    row = tiles(kernel, out.device, head_bytes=head_dim * queries.element_size())
+    is_last = launch is work.launches[-1]
     _attend[grid](
         queries,
         key_cache,
         value_cache,
         plan.block_tables,
         launch.items,
+        launch.items if launch.count is None else launch.count,
         work.starts,
         work.contexts,
+        work.members,
         out,
         partials,
         stats,
         queries.stride(0),
         plan.block_tables.stride(0),
         key_cache.stride(0),
-        work.partial_rows,
         scale * math.log2(math.e),
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.num_heads // plan.num_kv_heads,
@@ -239,23 +354,25 @@ def _launch(
         BLOCK_D=max(16, power_of_2(head_dim)),
         TILE=row["tile"],
         IS_SPLIT=launch.is_split,
+        IS_GROUP=launch.is_group,
+        IS_CAPTURED=launch.count is not None,
         PRECISION="tf32x3" if queries.dtype == torch.float32 else "tf32",
-        PDL=bool(overlaps),
+        PDL=bool(is_last and work.num_partials and tiles("merge", out.device)["pdl"]),
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
+        **({"maxnreg": row["captured_registers"]} if launch.count is not None and "captured_registers" in row else {}),
     )
 
 
 def _launch_merge(work: AttentionWork, plan: AttentionPlan, out: Tensor, partials: Tensor, stats: Tensor) -> None:
     row = tiles("merge", out.device)
     head_dim = out.shape[2]
-    _merge[(work.partial_rows, plan.num_kv_heads, len(work.merges))](
+    _merge[(work.merge_rows, plan.num_kv_heads, len(work.merges))](
         partials,
         stats,
         work.merges,
         work.starts,
         out,
-        work.partial_rows,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.num_heads // plan.num_kv_heads,
         HEAD_DIM=head_dim,

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import tiles
-from kernels.paged_attention import plan_attention
+from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
 from kernels.paged_attention import triton_kernel as attention_kernel
 from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
@@ -42,7 +42,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 Launch = tuple[JITFunction, dict[str, Any]]
 
 
@@ -142,6 +142,16 @@ def attention(
     attention_kernel.paged_attention(x, cache, cache, plan, head_dim**-0.5)
 
 
+def captured_decode(heads: tuple[int, int, int], *, has_groups: bool) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    device = torch.device("cpu")
+    shape = DecodeShape(64, 4096, 16, num_heads, num_kv_heads, device, has_groups=has_groups)
+    memory = torch.zeros(plan_numbers(shape), dtype=torch.int32)
+    plan = captured_plan(memory, torch.zeros(64, 256, dtype=torch.int32), shape)
+    cache = normal(256, 16, num_kv_heads, head_dim)
+    attention_kernel.paged_attention(normal(64, num_heads, head_dim), cache, cache, plan, head_dim**-0.5)
+
+
 def lora(
     num_rows: int, size_in: int, sizes_out: tuple[int, ...], rank: int, dtype: torch.dtype = torch.bfloat16
 ) -> None:
@@ -189,6 +199,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, heads in {"32/8 128": (32, 8, 128), "9/3 64": (9, 3, 64), "8/1 256": (8, 1, 256)}.items():
         yield f"decode {name}", lambda heads=heads: attention(heads, 1, 4096)
         yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)
+        yield f"captured decode {name}", lambda heads=heads: captured_decode(heads, has_groups=False)
+        yield f"groups {name}", lambda heads=heads: captured_decode(heads, has_groups=True)
     yield "decode 32/8 128 window", lambda: attention((32, 8, 128), 1, 4096, 1024)
     yield "prefill 32/8 128 window", lambda: attention((32, 8, 128), 64, 4096, 1024)
     for queries in (1, 64):
@@ -196,6 +208,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             f"fp32, {queries} queries 32/8 128",
             lambda queries=queries: attention((32, 8, 128), queries, 4096, dtype=torch.float32),
         )
+    yield "fp32, 64 queries 9/3 64", lambda: attention((9, 3, 64), 64, 4096, dtype=torch.float32)
     yield "attention of 8 queries 32/8 128", lambda: attention((32, 8, 128), 8, 4096)
     yield "attention of 8 queries 64/1 128", lambda: attention((64, 1, 128), 8, 4096)
     for num_rows in (64, 512, 2048):
@@ -222,7 +235,7 @@ def rows_of_tables() -> Iterator[tuple[str, dict[str, list[dict[str, int]]]]]:
 
 
 def name_of(table: str, case: str, kernel: JITFunction, given: dict[str, Any]) -> str:
-    chosen = [f"{name.lower()}={given[name]}" for name in OPTIONS if name in given]
+    chosen = [f"{name.lower()}={given[name]}" for name in (*OPTIONS, "IS_GROUP") if given.get(name)]
     return f"{table} | {case} | {kernel.__name__} {' '.join(chosen)}"
 
 

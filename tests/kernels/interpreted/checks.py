@@ -1,6 +1,7 @@
 """What every Triton kernel must do, as checks of a kernel's module: the tests run them on ours, and on copies of ours
 into which a fault was planted."""
 
+import dataclasses
 import importlib.util
 import itertools
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import tiles
+from kernels.paged_attention import AttentionPlan, DecodeShape, PrefixGroup, captured_plan, fill_plan, plan_numbers
 from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import reference as qk_rope_kv_reference
 from kernels.rms_norm import reference as rms_norm_reference
@@ -18,7 +20,16 @@ from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
 from kernels.sgmv import LoraSlice, plan_sgmv
 from kernels.silu_mul import reference as silu_mul_reference
-from kernels.testing import NAN, Heads, RaggedKv, assert_matches_reference, dense_attention, lora_delta, lora_memory
+from kernels.testing import (
+    NAN,
+    Heads,
+    RaggedKv,
+    SequenceKv,
+    assert_matches_reference,
+    dense_attention,
+    lora_delta,
+    lora_memory,
+)
 
 Spans = Sequence[tuple[int, int, int]]
 _numbers = itertools.count()
@@ -119,13 +130,67 @@ def check_qk_rope_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: t
     assert all(torch.equal(blocks[0], block) for blocks, block in zip(memory, before, strict=True))
 
 
-def attend(kernel: ModuleType, batch: RaggedKv, spans: Spans) -> Tensor:
+def attend(kernel: ModuleType, batch: RaggedKv, spans: Spans, groups: Sequence[PrefixGroup] = ()) -> Tensor:
     queries, plan = batch.step(spans)
+    plan = dataclasses.replace(plan, groups=tuple(groups))
     return kernel.paged_attention(queries, batch.key_cache, batch.value_cache, plan, batch.heads.head_dim**-0.5)
 
 
-def check_attention(kernel: ModuleType, batch: RaggedKv, spans: Spans) -> None:
-    """All that a query must not see is NaN (kernels.testing), and so are the sequence's own later positions."""
+def captured_step(
+    batch: RaggedKv, spans: Spans, room: int, groups: Sequence[PrefixGroup] = ()
+) -> tuple[Tensor, AttentionPlan]:
+    """The spans' queries (equally many each) and a plan over filled memory, with room for ``room`` sequences more."""
+    queries, plan = batch.step(spans)
+    count, num_queries = len(spans) + room, spans[0][2] - spans[0][1]
+    heads = batch.heads
+    shape = DecodeShape(
+        count,
+        max(plan.context_lens) + 100,
+        heads.block_size,
+        heads.num_heads,
+        heads.num_kv_heads,
+        queries.device,
+        num_queries,
+        heads.sliding_window,
+        has_groups=bool(groups),
+    )
+    memory = torch.full((plan_numbers(shape),), 2**30, dtype=torch.int32)  # what a step before might have left there
+    fill_plan(memory.numpy(), plan.context_lens, shape, groups)
+    tables = torch.cat((plan.block_tables, plan.block_tables[:1].expand(room, -1))).int()
+    rest = torch.full((room * num_queries, *queries.shape[1:]), NAN, dtype=queries.dtype)
+    return torch.cat((queries, rest)), captured_plan(memory, tables, shape)
+
+
+def attend_captured(
+    kernel: ModuleType, batch: RaggedKv, spans: Spans, room: int, groups: Sequence[PrefixGroup] = ()
+) -> Tensor:
+    queries, plan = captured_step(batch, spans, room, groups)
+    out = kernel.paged_attention(queries, batch.key_cache, batch.value_cache, plan, batch.heads.head_dim**-0.5)
+    num_rows = sum(end - first for _, first, end in spans)
+    assert out[num_rows:].isnan().all(), "rows without a sequence were written"
+    return out[:num_rows]
+
+
+def share_prefix(batch: RaggedKv, members: Sequence[int], num_tokens: int) -> None:
+    """The members' first tokens become the first member's, in its blocks; the blocks they had become NaN."""
+    lender = batch.sequences[members[0]]
+    count = num_tokens // batch.heads.block_size
+    for member in members[1:]:
+        own = batch.sequences[member]
+        for cache in (batch.key_cache, batch.value_cache):
+            cache[own.blocks[:count]] = NAN
+        keys, values = (
+            torch.cat((shared[:num_tokens], part[num_tokens:]))
+            for shared, part in ((lender.keys, own.keys), (lender.values, own.values))
+        )
+        batch.sequences[member] = SequenceKv(own.queries, keys, values, lender.blocks[:count] + own.blocks[count:])
+
+
+def check_attention(
+    kernel: ModuleType, batch: RaggedKv, spans: Spans, groups: Sequence[PrefixGroup] = (), *, room: int | None = None
+) -> None:
+    """All that a query must not see is NaN (kernels.testing), and so are the sequence's own later positions. With
+    ``room`` through a captured plan."""
     scale = batch.heads.head_dim**-0.5
     expected = torch.cat(
         [
@@ -133,7 +198,11 @@ def check_attention(kernel: ModuleType, batch: RaggedKv, spans: Spans) -> None:
             for index, first, end in spans
         ]
     )
-    assert_matches_reference(attend(kernel, hide_unseen(batch, spans), spans), expected)
+    hidden = hide_unseen(batch, spans)
+    if room is None:
+        assert_matches_reference(attend(kernel, hidden, spans, groups), expected)
+    else:
+        assert_matches_reference(attend_captured(kernel, hidden, spans, room, groups), expected)
 
 
 def hide_unseen(batch: RaggedKv, spans: Spans) -> RaggedKv:
@@ -154,9 +223,12 @@ def small_tiles(monkeypatch) -> None:
     table = {
         **tiles._table("default"),
         "split_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
+        "group_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
+        "captured_work": [{"programs": 4, "per_sequence": 1}],
         "chunk_work": [{"block_m": 32, "max_chunk": 32}],
         "attend_split": attend,
         "attend_chunk": attend,
+        "attend_group": attend,
     }
     monkeypatch.setattr(tiles, "_table", lambda _: table)
 

@@ -3,9 +3,17 @@
 import pytest
 import torch
 
+from kernels.paged_attention import PrefixGroup
 from kernels.paged_attention import triton_kernel as attention_kernel
 from kernels.testing import Heads, RaggedKv, ragged_kv
-from tests.kernels.interpreted.checks import attend, check_attention, planted, small_tiles
+from tests.kernels.interpreted.checks import (
+    attend,
+    attend_captured,
+    check_attention,
+    planted,
+    share_prefix,
+    small_tiles,
+)
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
 BOTH = pytest.mark.parametrize("dtype", [FLOAT, BF16])
@@ -107,6 +115,86 @@ def _moved(batch: RaggedKv) -> RaggedKv:
     for sequence in batch.sequences:
         sequence.blocks[:] = [count - 1 - block for block in sequence.blocks]
     return RaggedKv(batch.heads, batch.sequences, batch.key_cache.flip(0), batch.value_cache.flip(0))
+
+
+@BOTH
+@pytest.mark.parametrize("sliding_window", [None, 40])
+@pytest.mark.parametrize("room", [0, 3])
+def test_a_captured_plan_serves_steps_of_any_lengths(room, sliding_window, dtype, monkeypatch):
+    small_tiles(monkeypatch)
+    lengths = [31, 32, 97, 290]
+    batch = ragged_kv(lengths, Heads(4, 2, 32, 16, sliding_window), dtype)
+    check_attention(attention_kernel, batch, last(*lengths), room=room)
+
+
+def test_a_captured_plan_gives_the_bits_of_its_step(monkeypatch):
+    small_tiles(monkeypatch)
+    batch = ragged_kv([31, 130, 17], Heads(4, 2, 16, 16), BF16)
+    spans = last(31, 130, 17)
+    assert torch.equal(attend_captured(attention_kernel, batch, spans, 0), attend(attention_kernel, batch, spans))
+
+
+def test_a_captured_plan_checks_drafted_tokens(monkeypatch):
+    small_tiles(monkeypatch)
+    lengths = [9, 34, 66]
+    check_attention(attention_kernel, ragged_kv(lengths, Heads(4, 2, 16, 16)), last(*lengths, queries=4), room=1)
+
+
+GROUPS = (PrefixGroup((0, 2, 3, 5), 40), PrefixGroup((1, 4), 72))
+
+
+def batch_with_groups(dtype: torch.dtype, heads: Heads) -> tuple[RaggedKv, list[tuple[int, int, int]]]:
+    lengths = [49, 81, 90, 64, 200, 130, 30]
+    batch = ragged_kv(lengths, heads, dtype)
+    for group in GROUPS:
+        share_prefix(batch, group.members, group.num_tokens)
+    return batch, last(*lengths)
+
+
+@BOTH
+@pytest.mark.parametrize("room", [None, 2], ids=["eager", "captured"])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 8), Heads(32, 1, 16, 8)], ids=["groups of 2", "multi-query"])
+def test_members_of_a_group_see_the_shared_beginning_and_their_own_rest(heads, room, dtype, monkeypatch):
+    small_tiles(monkeypatch)
+    batch, spans = batch_with_groups(dtype, heads)
+    check_attention(attention_kernel, batch, spans, GROUPS, room=room)
+
+
+def test_a_group_reads_only_its_first_members_blocks_for_what_it_shares(monkeypatch):
+    """The table of another member may name other blocks there: nothing looks."""
+    small_tiles(monkeypatch)
+    batch, spans = batch_with_groups(FLOAT, Heads(4, 2, 16, 8))
+    shared = attend(attention_kernel, batch, spans, GROUPS)
+    batch.sequences[2].blocks[:5] = [len(batch.key_cache) - 1] * 5
+    assert torch.equal(attend(attention_kernel, batch, spans, GROUPS), shared)
+
+
+def test_decodes_with_groups_share_a_step_with_prompts(monkeypatch):
+    small_tiles(monkeypatch)
+    batch, spans = batch_with_groups(BF16, Heads(4, 2, 16, 8))
+    spans[6] = (6, 2, 30)
+    check_attention(attention_kernel, batch, spans, GROUPS)
+
+
+GROUP_FAULTS = {
+    "the rows of the group before": ("p_members + i_sequence + o_rows // GROUP", "p_members + o_rows // GROUP"),
+    "a missing mask of the last shared key": (
+        "m_seen = m_keys[None, :] & (o_keys[None, :] <= positions[:, None])",
+        "m_seen = (o_keys[None, :] <= positions[:, None])",
+    ),
+    "the group's part left out": ("group_count + tl.load(p_merge + 4)", "tl.load(p_merge + 4)"),
+    "the chunks of a neighbour": ("group_first + o_chunks * group_stride", "group_first + o_chunks * num_rows"),
+    "an item that no program takes": ("tl.load(p_count).to(tl.int64)", "tl.load(p_count).to(tl.int64) - 1"),
+}
+
+
+@pytest.mark.parametrize("fault", GROUP_FAULTS.values(), ids=GROUP_FAULTS)
+def test_a_fault_of_groups_or_of_captured_plans_is_caught(fault, tmp_path, monkeypatch):
+    small_tiles(monkeypatch)
+    batch, spans = batch_with_groups(FLOAT, Heads(4, 2, 16, 8))
+    faulty = planted(attention_kernel, fault, tmp_path)
+    with pytest.raises(AssertionError):
+        check_attention(faulty, batch, spans, GROUPS, room=1)
 
 
 FAULTS = {

@@ -1,0 +1,144 @@
+"""The lists of pieces that tell the GPU what to attend to."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import tiles
+from kernels.paged_attention import (
+    DecodeShape,
+    PrefixGroup,
+    captured_plan,
+    fill_plan,
+    plan_attention,
+    plan_numbers,
+    prefix_groups,
+)
+from kernels.paged_attention.work import AttentionWork
+
+CPU = torch.device("cpu")
+ROWS = {
+    "shipped": {},
+    "short chunks": {"split_work": [{"min_chunk": 64, "max_chunk": 128, "target_items": 1}]},
+    "by target": {"split_work": [{"min_chunk": 64, "max_chunk": 1 << 20, "target_items": 300}]},
+}
+
+
+@pytest.fixture(params=ROWS.values(), ids=ROWS, autouse=True)
+def rows(request, monkeypatch):
+    table = {**tiles._table("default"), **request.param}
+    monkeypatch.setattr(tiles, "_table", lambda _: table)
+
+
+def shape_of(num_sequences: int, **changes: object) -> DecodeShape:
+    return dataclasses.replace(DecodeShape(num_sequences, 40_000, 16, 32, 8, CPU), **changes)
+
+
+def lengths_of(num_sequences: int, most: int = 40_000, least: int = 1, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(least, most, num_sequences, endpoint=True).tolist()
+
+
+def captured(lengths: list[int], shape: DecodeShape, groups: tuple[PrefixGroup, ...] = ()) -> AttentionWork:
+    memory = torch.full((plan_numbers(shape),), 2**30, dtype=torch.int32)
+    fill_plan(memory.numpy(), lengths, shape, groups)
+    return captured_plan(memory, torch.zeros(shape.num_sequences, 2500, dtype=torch.int32), shape).work
+
+
+def eager(lengths: list[int], groups: tuple[PrefixGroup, ...] = (), window: int | None = None) -> AttentionWork:
+    starts, tables = list(range(len(lengths) + 1)), torch.zeros(len(lengths), 2500, dtype=torch.int64)
+    sizes = {"block_size": 16, "num_heads": 32, "num_kv_heads": 8, "sliding_window": window}
+    return plan_attention(tables, starts, lengths, **sizes, groups=groups).work
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("count", [1, 5, 64])
+def test_a_captured_step_has_the_pieces_of_the_same_step_without_capture(count, window):
+    lengths = lengths_of(count)
+
+    one, other = captured(lengths, shape_of(count, sliding_window=window)), eager(lengths, window=window)
+
+    assert torch.equal(one.launches[0].items[: int(one.launches[0].count)], other.launches[0].items)
+    assert torch.equal(one.merges[: len(other.merges)], other.merges)
+    assert not one.merges[len(other.merges) :, 2].any()
+    assert one.num_partials >= other.num_partials
+
+
+def test_groups_have_the_same_pieces_too():
+    lengths = lengths_of(64, least=5000)
+    groups = (PrefixGroup(tuple(range(0, 64, 3)), 4096), PrefixGroup((1, 4, 7, 8), 1600))
+
+    one, other = captured(lengths, shape_of(64, has_groups=True), groups), eager(lengths, groups)
+
+    for mine, theirs in zip(one.launches, other.launches, strict=True):
+        assert torch.equal(mine.items[: int(mine.count)], theirs.items)
+    assert torch.equal(one.members[:26], other.members)
+    assert torch.equal(one.merges[: len(other.merges)], other.merges)
+
+
+@pytest.mark.parametrize("count", [1, 3, 17, 64, 256])
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_the_lists_fit_into_their_memory_however_long_the_sequences_are(count, with_groups):
+    shape = shape_of(count, has_groups=with_groups)
+    pairs = tuple(PrefixGroup((first, first + 1), 39_984) for first in range(0, count - 1, 2))
+    for lengths in ([40_000] * count, lengths_of(count, least=39_990), [39_999] * count):
+        captured(lengths, shape, pairs if with_groups else ())
+
+
+def test_every_key_of_a_row_is_in_one_piece_and_every_partial_row_has_one_writer():
+    lengths = lengths_of(40, least=3000)
+    groups = (PrefixGroup((0, 3, 17, 39), 2992), PrefixGroup((5, 6, 7), 1600))
+
+    work = eager(lengths, groups)
+
+    seen = {sequence: np.zeros(length, dtype=int) for sequence, length in enumerate(lengths)}
+    written: list[int] = []
+    members = work.members.tolist()
+    for launch in work.launches:
+        for sequence, first_row, num_rows, first, last, partial, *_ in launch.items.tolist():
+            rows = range(first_row, min(first_row + launch.block_m, num_rows))
+            written += [partial + row - first_row for row in rows] if partial >= 0 else []
+            owners = {members[sequence + row // 4] for row in rows} if launch.is_group else {sequence}
+            for owner in owners:
+                seen[owner][first:last] += 1
+    assert all((count == 1).all() for count in seen.values())
+    assert len(set(written)) == len(written)
+    assert max(written) < work.num_partials
+
+
+def test_a_length_that_does_not_fit_is_refused():
+    with pytest.raises(AssertionError):
+        captured([40_001], shape_of(1))
+    with pytest.raises(AssertionError):
+        captured([1, 1], shape_of(1))
+
+
+def tables_with(*prefixes: list[int]) -> np.ndarray:
+    """A row for each prefix, and blocks of its own behind it."""
+    return np.array(
+        [prefix + list(range(100 * row + 1000, 100 * row + 1060 - len(prefix))) for row, prefix in enumerate(prefixes)]
+    )
+
+
+def test_sequences_with_the_same_first_blocks_are_a_group_with_all_they_have_in_common():
+    tables = tables_with([1, 2, 3], [1, 2, 3], [7, 8], [1, 2, 3, 4], [7, 8])
+
+    found = prefix_groups(tables, [200] * 5, 16, min_tokens=32, min_members=2)
+
+    assert found == (PrefixGroup((0, 1, 3), 48), PrefixGroup((2, 4), 32))
+
+
+def test_the_block_of_the_query_itself_is_never_shared():
+    tables = tables_with([1, 2, 3, 4], [1, 2, 3, 4])
+
+    assert prefix_groups(tables, [48, 64], 16, min_tokens=16, min_members=2) == (PrefixGroup((0, 1), 32),)
+    assert prefix_groups(tables, [49, 64], 16, min_tokens=16, min_members=2) == (PrefixGroup((0, 1), 48),)
+
+
+def test_too_few_or_too_short_ones_are_no_group():
+    tables = tables_with([1, 2, 3], [1, 2, 3], [9])
+
+    assert prefix_groups(tables, [200] * 3, 16, min_tokens=64, min_members=2) == ()
+    assert prefix_groups(tables, [200] * 3, 16, min_tokens=32, min_members=3) == ()
+    assert prefix_groups(tables, [30] * 3, 16, min_tokens=32, min_members=2) == ()
