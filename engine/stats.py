@@ -18,6 +18,7 @@ LOAD_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 UTILIZATION_WINDOW_NS = 10_000_000_000
 MAX_LISTED_ADAPTERS = 32
+RESIDENT_FAMILY = "tenora_adapters_resident"  # the server adds the disk tier's sample
 
 Labels = dict[str, str]
 
@@ -218,8 +219,8 @@ def _block_families(scheduler: Scheduler) -> Iterable[Family]:
 
 def _adapter_families(scheduler: Scheduler) -> Iterable[Family]:
     adapters = scheduler.adapters
-    tiers = {"device": adapters.num_resident, "host": len(adapters.host)}
-    yield _family("tenora_adapters_resident", "gauge", "Adapters whose weights are there", "tier", tiers)
+    tiers = {"device": adapters.num_resident, "cpu": len(adapters.host)}
+    yield _family(RESIDENT_FAMILY, "gauge", "Adapters whose weights are there", "tier", tiers)
     free, idle = adapters.num_free, adapters.num_idle
     states = {"free": free, "idle": idle, "pinned": adapters.num_slots - free - idle}
     yield _family("tenora_adapter_slots", "gauge", "Adapter slots by state", "state", states)

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.models.attention import Attention, KVCache, WholeNorms, inverse_frequencies
 from engine.models.config import ModelConfig
-from engine.models.linear import Linear, LoraSlots, LoraStep
+from engine.models.linear import Linear, LoraStep
+from engine.models.lora_slots import LoraSlots
 from engine.models.mlp import GatedMlp
 from engine.models.moe import MoeMlp, moe_mlp
 from kernels.linear import LinearWeight, linear
@@ -134,9 +135,10 @@ class Decoder:
         """Tokens of each expert so far, by layer with experts. Waits for the device."""
         return [layer.mlp.num_tokens_of.tolist() for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
 
-    def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots) -> Tensor:
-        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``."""
-        step = LoraStep(lora, batch.lora)
+    def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0) -> Tensor:
+        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``:
+        see LoraStep."""
+        step = LoraStep(lora, batch.lora, most_ranks)
         residual = F.embedding(batch.token_ids, self.embedding)
         x = None
         for layer in self.layers:
@@ -145,5 +147,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → [R, V] fp32."""
+        return self.product_with_head(hidden).float()
+
+    def product_with_head(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] → logits [R, V] in the weights' dtype."""
         self._num_head_calls += 1
-        return linear(hidden, self.head).float()
+        return linear(hidden, self.head)

@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
+from engine.cuda_runner import CudaRunner
 from engine.engine import Engine
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
+from ops.bench.gpu_engine_checks import run_checks
 from ops.bench.random_model import random_adapter, random_decoder
 
 # out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
@@ -49,14 +51,21 @@ class Bench:
             max_lora_rank=RANK,
             host_adapter_bytes=64 << 30,
         )
-        self.runner = Runner(self.decoder, self.sizes)
+        self.runner = (
+            CudaRunner(self.decoder, self.sizes) if device.type == "cuda" else Runner(self.decoder, self.sizes)
+        )
         self.engine = Engine(self.sizes, self.runner)
+        self.sync()
+        self.loaded_s = time.perf_counter() - begin
+        if isinstance(self.runner, CudaRunner):
+            self.runner.warm()
         self.number = 0
         self.step_ms: list[float] = []
         self.sync()
         self.built_s = time.perf_counter() - begin
         for seed in range(num_adapters):
-            self.engine.adapter_ready(f"a{seed}", random_adapter(self.decoder.config, RANK, seed, device))
+            weights = random_adapter(self.decoder.config, RANK, seed, device)
+            self.engine.adapter_ready(f"a{seed}", self.runner.prepare(weights))
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -77,14 +86,15 @@ class Bench:
             self.add(prompt_tokens, new_tokens, names[index % len(names)])
 
     def drain(self) -> float:
-        """Steps until nothing is left → seconds. ``step_ms`` has each step's."""
-        self.step_ms = []
+        """Steps until nothing is left → seconds. ``step_ms`` has each step's, ``kind_s`` their sums by kind."""
+        self.step_ms, self.kind_s = [], {"": 0.0, "prefill": 0.0, "mixed": 0.0, "decode": 0.0}
         self.sync()
         begin = last = time.perf_counter()
         while self.engine.has_work:
-            self.engine.step()
+            stats = self.engine.step().stats
             now = time.perf_counter()
             self.step_ms.append((now - last) * 1e3)
+            self.kind_s[stats.kind if stats.num_tokens else ""] += now - last
             last = now
         return last - begin
 
@@ -94,9 +104,15 @@ def adapters(num: int) -> list[str]:
 
 
 def throughput(bench: Bench, names: list[str], num: int, prompt_tokens: int, new_tokens: int) -> dict:
+    """Once without the clock, so that every kernel of such steps is there; then with it."""
+    bench.fill(num, prompt_tokens, 8, names)
+    bench.drain()
     bench.fill(num, prompt_tokens, new_tokens, names)
     seconds = bench.drain()
-    return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms)}
+    decode = statistics.median(bench.step_ms)
+    by_kind = dict(bench.kind_s)
+    return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms),
+            "seconds_by_kind": by_kind, "median_step_ms": decode}  # fmt: skip
 
 
 def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, new_tokens: int = 129) -> dict:
@@ -116,13 +132,15 @@ def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, n
     }  # fmt: skip
 
 
-def profile(bench: Bench, names: list[str], out: Path, label: str) -> dict:
-    """Kernels of four decode steps with 32 sequences: seconds by kernel, and the list of one step."""
+def profile(
+    bench: Bench, names: list[str], out: Path, label: str, num: int = 32, prompt_tokens: int = 64, num_before: int = 12
+) -> dict:
+    """Kernels of four steps after ``num_before``: seconds by kernel, and the list of one step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    bench.fill(32, 64, 24, names)
-    for _ in range(12):
+    bench.fill(num, prompt_tokens, 24, names)
+    for _ in range(num_before):
         bench.engine.step()
     bench.sync()
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])
@@ -142,7 +160,7 @@ def profile(bench: Bench, names: list[str], out: Path, label: str) -> dict:
     rows = sorted(((us, count, name) for name, (us, count) in totals.items()), reverse=True)
     lines = [f"{us:9.1f} us {count:7.1f} x  {name[:110]}" for us, count, name in rows]
     (out / f"profile_{bench.shape}_{label}.txt").write_text("\n".join(lines) + "\n\n" + launches(events))
-    print(f"-- {label}: one decode step of 32, profiled wall {wall_ms:.2f} ms")
+    print(f"-- {label}: one step of four, {num} sequences, profiled wall {wall_ms:.2f} ms")
     print("\n".join(lines[:22]))
     busy = sum(us for us, _, _ in rows) / 1e3
     return {"profiled_wall_ms": wall_ms, "gpu_busy_ms": busy, "launches": sum(count for _, count, _ in rows)}
@@ -153,6 +171,58 @@ def launches(events: list) -> str:
     ordered = sorted(events, key=lambda event: event.time_range.start)
     ordered = ordered[len(ordered) * 3 // 4 :]
     return "\n".join(f"{event.time_range.elapsed_us():8.1f} {event.name[:100]}" for event in ordered[:600])
+
+
+def prefill_profile(bench: Bench, names: list[str], out: Path, label: str, num: int, prompt_tokens: int) -> dict:
+    """Kernels of four steps that compute prompts, and of four in which all decode."""
+    first = profile(bench, names, out, f"{label}_prompts", num, prompt_tokens, 2)
+    return {"prompts": first, "decodes": profile(bench, names, out, f"{label}_decodes", num, prompt_tokens, 21)}
+
+
+def by_hand(bench: Bench, names: list[str]) -> dict:
+    """Decode steps of 32 without graphs: what a step costs that no graph holds."""
+    graphs, bench.runner._graphs = bench.runner._graphs, None
+    try:
+        result = tpot(bench, names, 1, new_tokens=33)
+        host_times(bench, names)
+    finally:
+        bench.runner._graphs = graphs
+    return result
+
+
+def hot_load(bench: Bench) -> dict:
+    """Milliseconds of an adapter into a slot; and the steps of 32 base decodes while 8 adapters arrive and load."""
+    weights = random_adapter(bench.decoder.config, RANK, 900, bench.device)
+    begin = time.perf_counter()
+    packed = bench.runner.prepare(weights)
+    pack_ms = (time.perf_counter() - begin) * 1e3
+    times, host = [], []
+    for _ in range(6):
+        bench.sync()
+        begin = time.perf_counter()
+        bench.runner.load_slot(0, packed)
+        host.append((time.perf_counter() - begin) * 1e3)
+        bench.sync()
+        times.append((time.perf_counter() - begin) * 1e3)
+    bench.runner.clear_slot(0)
+    bench.fill(32, 64, 300, [""])
+    loads: list[float] = []
+    steps: list[float] = []
+    last = time.perf_counter()
+    while bench.engine.has_work:
+        number = len(steps)
+        if number in range(60, 220, 20):
+            before = time.perf_counter()
+            bench.runner.load_slot((number // 20) % bench.sizes.adapter_slots, packed)
+            loads.append((time.perf_counter() - before) * 1e3)
+        bench.engine.step()
+        now = time.perf_counter()
+        steps.append((now - last) * 1e3)
+        last = now
+    during = [steps[number + shift] for number in range(60, 220, 20) for shift in range(3)]
+    return {"bytes": packed.num_bytes, "pack_ms": pack_ms, "slot_ms": times, "host_ms": host, "loads_ms": loads,
+            "median_step_ms": statistics.median(steps[30:290]), "worst_step_beside_load_ms": max(during),
+            "worst_step_ms": max(steps[30:290])}  # fmt: skip
 
 
 def host_times(bench: Bench, names: list[str]) -> dict:
@@ -205,7 +275,7 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
 
     def build() -> dict:
         holder.append(Bench(shape, device, num_adapters, small))
-        return {"built_s": holder[0].built_s, "gpu_bytes": memory(device)}
+        return {"loaded_s": holder[0].loaded_s, "built_s": holder[0].built_s, "gpu_bytes": memory(device)}
 
     report.section(f"{shape} build", build)
     if not holder:
@@ -225,6 +295,16 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
             report.section(f"{shape} host {num}", lambda names=names: host_times(bench, names))
         if "throughput" in sections:
             report.section(f"{shape} throughput {num}", lambda names=names: throughput(bench, names, *workload))
+        if "prefill" in sections:
+            label = str(num)
+            report.section(
+                f"{shape} prefill {num}",
+                lambda names=names, label=label: prefill_profile(bench, names, report.out, label, *workload[:2]),
+            )
+        if "by_hand" in sections and num != counts[1]:
+            report.section(f"{shape} by hand {num}", lambda names=names: by_hand(bench, names))
+    if "load" in sections:
+        report.section(f"{shape} hot load", lambda: hot_load(bench))
     summary(report.results, shape, counts)
 
 
@@ -255,6 +335,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     report = Report(options.out, options.seconds, options.rounds)
+    if "checks" in options.sections:
+        report.section("checks", run_checks)
     for shape in options.shape.split(","):
         measure_shape(report, shape, torch.device(options.device), set(options.sections.split(",")), options.small)
         torch.cuda.empty_cache()

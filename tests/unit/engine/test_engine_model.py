@@ -10,7 +10,7 @@ from engine.errors import InvalidAdapter
 from engine.models.attention import inverse_frequencies
 from engine.models.config import MODULES, Llama3Scaling, ModelConfig, RopeConfig
 from engine.models.decoder import Decoder
-from engine.models.linear import LoraSlots
+from engine.models.lora_slots import LoraSlots
 from engine.weights.adapter import AdapterWeights, LoraPair
 from tests.tiny import merged, tiny_adapter, tiny_config, tiny_weights, weight_name
 from tests.tiny_steps import Steps, adapter_weights

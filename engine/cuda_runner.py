@@ -1,0 +1,114 @@
+"""The runner of a GPU: launches steps and leaves; the next one is launched before the last has told its tokens."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.batch import Rows, build_batch
+from engine.config import EngineConfig
+from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.graphs import DecodeGraphs, graph_sizes, resolve
+from engine.models.decoder import Decoder
+from engine.runner import SCORE_ROWS, Runner, scored_tokens
+from engine.scheduler import Chunk, ChunkResult, StepPlan
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A launched step. ``tokens`` of the sampling chunks, in order, and the scores (by the chunk's number) are in
+    pinned memory once ``done``."""
+
+    plan: StepPlan
+    tokens: Tensor
+    logprobs: dict[int, Scores]
+    scores: dict[int, list[Scores]]
+    done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def results(self) -> list[ChunkResult]:
+        self.done.synchronize()
+        tokens = iter(self.tokens.tolist())
+        return [
+            ChunkResult(
+                next(tokens) if chunk.samples else -1,
+                self.logprobs[index].read()[0] if index in self.logprobs else None,
+                tuple(one for part in self.scores.get(index, ()) for one in part.read()),
+            )
+            for index, chunk in enumerate(self.plan.chunks)
+        ]
+
+
+class CudaRunner(Runner):
+    """Decodes that a graph holds are replayed, all else is launched kernel by kernel. Everything goes to one stream, in
+    the order of the calls. ``has_graphs`` False: everything kernel by kernel."""
+
+    overlaps = True
+
+    def __init__(self, model: Decoder, config: EngineConfig, *, has_graphs: bool = True) -> None:
+        super().__init__(model, config)
+        device = model.embedding.device
+        self.num_fallbacks = {"too_many_sequences": 0}
+        self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
+        most = max(config.max_sequences, *graph_sizes(config.max_sequences))
+        self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
+        self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
+        self._graphs: DecodeGraphs | None = None
+        if has_graphs and model.config.moe is None:
+            self._graphs = DecodeGraphs(model, self.kv, self.slots, self._drawn, config)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Captures the graphs; before the first step."""
+        if self._graphs is not None:
+            self._graphs.warm()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """Returns while the device computes."""
+        rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        scores: dict[int, list[Scores]] = {}
+        if self._graphs is not None and self._graphs.fits(plan):
+            logits = self._graphs.replay(plan, self._ahead)
+        else:
+            logits, scores = self._launch_kernels(plan)
+        if self._device_sampler.changes(rows):
+            self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
+        self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
+        drawn = self._drawn[: len(rows)]
+        step = DeviceStep(plan, to_host(drawn), self._logprobs(plan, logits, drawn), scores)
+        step.done.record()
+        return step
+
+    def _launch_kernels(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+        """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
+        batch = build_batch(
+            plan, self._block_size, self._model.config.attention, self._model.embedding.device, self._ahead
+        )
+        starts = batch.attention.query_starts
+        hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
+        logits = self._model.product_with_head(hidden.index_select(0, batch.logits_rows))
+        self._drawn[: len(logits)].copy_(greedy(logits))
+        scores = {
+            index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
+            for index, chunk in enumerate(plan.chunks)
+            if chunk.scores
+        }
+        return logits, scores
+
+    def _scores(self, chunk: Chunk, hidden: Tensor) -> list[Scores]:
+        targets = scored_tokens(chunk)
+        num_top = chunk.sequence.sampling.prompt_logprobs
+        on_device = torch.tensor(targets).pin_memory().to(hidden.device, non_blocking=True)
+        return [
+            score(self._model.logits(hidden[first : first + len(some)]), some, num_top)
+            for first, some in zip(range(0, len(targets), SCORE_ROWS), on_device.split(SCORE_ROWS), strict=True)
+        ]
+
+    def _logprobs(self, plan: StepPlan, logits: Tensor, drawn: Tensor) -> dict[int, Scores]:
+        """Of the tokens drawn, by chunk, for who wants them."""
+        sampling = [(index, chunk.sequence) for index, chunk in enumerate(plan.chunks) if chunk.samples]
+        return {
+            index: score(logits[row : row + 1], drawn[row : row + 1], sequence.sampling.logprobs)
+            for row, (index, sequence) in enumerate(sampling)
+            if sequence.sampling.logprobs >= 0
+        }
