@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenants.adapter_header import BadHeader, read_header
 from tenants.adapter_patterns import Patterns, is_simple
 from tenants.adapter_shape import AdapterShape
 from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
@@ -770,6 +771,17 @@ def test_far_more_tensors_than_the_model_has_places_are_refused_unread(upload: U
     tensors = {f"w{index}": np.full(1, np.nan, np.float32) for index in range(2 * 28 + 17)}
 
     assert refusal(upload, tensors) == "safetensors: 73 tensors, the model can take 28"
+
+
+def test_the_header_may_be_as_long_as_the_model_has_tensors(tmp_path: Path):
+    """1 MiB, or 256 bytes a tensor where there may be more."""
+    path = tmp_path / "w"
+    path.write_bytes(container({"__metadata__": {"x": "a" * (1 << 20)}, "a": F4}, bytes(4)))
+
+    with path.open("rb") as file, pytest.raises(BadHeader, match="over the limit of 1048576 bytes"):
+        read_header(file, path.stat().st_size, max_tensors=4096)
+    with path.open("rb") as file:
+        assert len(read_header(file, path.stat().st_size, max_tensors=4200)) == 1
 
 
 def test_a_symbolic_link_and_a_folder_are_not_read(tmp_path: Path):
