@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import Rows, build_batch
+from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
 from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.graphs import DecodeGraphs, graph_sizes, resolve
 from engine.models.decoder import Decoder
+from engine.piece_graphs import PieceGraphs
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 
@@ -52,25 +53,28 @@ class CudaRunner(Runner):
         most = max(config.max_sequences, *graph_sizes(config.max_sequences))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
-        self._graphs: DecodeGraphs | None = None
+        self._decodes: DecodeGraphs | None = None
+        self._prompts: PieceGraphs | None = None
         if has_graphs and model.config.moe is None:
-            self._graphs = DecodeGraphs(model, self.kv, self.slots, self._drawn, config)
+            shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
+            self._decodes, self._prompts = DecodeGraphs(*shared), PieceGraphs(*shared)
 
     @torch.inference_mode()
     def warm(self) -> None:
         """Captures the graphs; before the first step."""
-        if self._graphs is not None:
-            self._graphs.warm()
+        for graphs in (self._prompts, self._decodes):
+            if graphs is not None:
+                graphs.warm()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Returns while the device computes."""
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         scores: dict[int, list[Scores]] = {}
-        if self._graphs is not None and self._graphs.fits(plan):
-            logits = self._graphs.replay(plan, self._ahead)
+        if self._decodes is not None and self._decodes.fits(plan):
+            logits = self._decodes.replay(plan, self._ahead)
         else:
-            logits, scores = self._launch_kernels(plan)
+            logits, scores = self._launch_prompts(plan)
         if self._device_sampler.changes(rows):
             self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
         self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
@@ -79,14 +83,17 @@ class CudaRunner(Runner):
         step.done.record()
         return step
 
-    def _launch_kernels(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+    def _launch_prompts(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
         """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
-        batch = build_batch(
-            plan, self._block_size, self._model.config.attention, self._model.embedding.device, self._ahead
-        )
-        starts = batch.attention.query_starts
-        hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
-        logits = self._model.product_with_head(hidden.index_select(0, batch.logits_rows))
+        flat = flatten(plan, self._block_size, self._ahead)
+        starts = flat.starts.tolist()
+        if self._prompts is not None and self._prompts.fits(plan.num_tokens):
+            hidden = self._prompts.replay(flat)
+        else:
+            batch = to_batch(flat, self._block_size, self._model.config.attention, self._drawn.device)
+            hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
+        (rows,) = on_device(self._drawn.device, flat.logits_rows)
+        logits = self._model.product_with_head(hidden.index_select(0, rows))
         self._drawn[: len(logits)].copy_(greedy(logits))
         scores = {
             index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])

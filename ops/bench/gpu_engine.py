@@ -181,12 +181,12 @@ def prefill_profile(bench: Bench, names: list[str], out: Path, label: str, num: 
 
 def by_hand(bench: Bench, names: list[str]) -> dict:
     """Decode steps of 32 without graphs: what a step costs that no graph holds."""
-    graphs, bench.runner._graphs = bench.runner._graphs, None
+    graphs, bench.runner._decodes = bench.runner._decodes, None
     try:
         result = tpot(bench, names, 1, new_tokens=33)
         host_times(bench, names)
     finally:
-        bench.runner._graphs = graphs
+        bench.runner._decodes = graphs
     return result
 
 
