@@ -60,6 +60,7 @@ ENGINE_CODES: dict[str, str | None] = {
     "draining": "draining",
     "too_long": "context_length_exceeded",
     "invalid": None,
+    "invalid_grammar": None,
     "adapter_corrupt": "adapter_corrupt",
     "adapter_delayed": "overloaded",
     "adapter_unavailable": "adapter_unavailable",

@@ -29,7 +29,9 @@ from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
 from gateway.dispatch import Dispatch, Flight
+from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
+from gateway.limiter import Limiter
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
@@ -44,6 +46,7 @@ from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
+from tenants.local_share import LocalShare
 from tenants.pricing import Quantities, RateCard, charges, is_billed
 from tenants.quota import Quota
 from tenants.secrets import Secrets
@@ -83,12 +86,15 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         quota = Quota(redis, settings.store_deadline_s)
-        admission = Admission(quota, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
-        await _started(stack, admission)
+        share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
+        limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
+        admission = await _started(stack, Admission(await _started(stack, limiter)))
         idempotency = await _started(stack, Idempotency(database, secrets))
+        grammars = GrammarCheck()
+        stack.push_async_callback(grammars.close)
         dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card)
         yield Parts(
-            pipeline=Pipeline(directory, Reader(targets), idempotency, admission, dispatch, telemetry),
+            pipeline=Pipeline(directory, Reader(targets, grammars), idempotency, admission, dispatch, telemetry),
             catalog=catalog,
             targets=targets,
             adapters=Adapters(catalog, targets, database, blobs),

@@ -46,7 +46,7 @@ class AdapterLimits:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated key and its tenant."""
+    """An authenticated key and its tenant. ``has_spend_limit``: one of the two may spend so much a month."""
 
     tenant_id: str
     tenant_name: str
@@ -57,6 +57,7 @@ class Principal:
     weight: int
     limits: Limits
     key_limits: Limits
+    has_spend_limit: bool
     default_output_tokens: int
     adapter_limits: AdapterLimits
     cache_policy: str
@@ -241,6 +242,7 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         weight=tenant.weight,
         limits=_limits(tenant),
         key_limits=_limits(key),
+        has_spend_limit=any(row.spend_limit_picousd_per_month is not None for row in (tenant, key)),
         default_output_tokens=tenant.default_output_tokens,
         adapter_limits=AdapterLimits(
             max_adapters=tenant.max_adapters,

@@ -151,10 +151,8 @@ def test_a_tier_above_the_tenants_class_is_400_and_its_own_class_is_lowered(hous
 
 
 UNSUPPORTED = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
-    "response_format": {"type": "json_object"},
+    "function_call": {"name": "f"},
     "modalities": ["audio"],
 }
 
