@@ -46,7 +46,7 @@ class Api:
     def call(self, method: str, path: str, **more: Any) -> Answer:
         """The answer's JSON object. Raises ApiFailed with the server's own words."""
         url = self._base_url + path
-        options = {"timeout": TIMEOUT_S} | more | {"headers": more.get("headers", {}) | self._headers}
+        options: dict[str, Any] = {"timeout": TIMEOUT_S} | more | {"headers": more.get("headers", {}) | self._headers}
         try:
             answer = httpx.request(method, url, trust_env=False, **options)
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
