@@ -69,7 +69,7 @@ class DecodeGraphs:
     def replay(self, plan: StepPlan, ahead: Rows) -> Tensor:
         """Launches the step → logits [chunks, V], good until the next replay; the highest ones' ids are in ``drawn``,
         row i for chunk i."""
-        size = next(size for size in self.sizes if size >= len(plan.chunks))
+        size = self.size(len(plan.chunks))
         rank = self._rank(plan)
         self._tables.update(plan.chunks)
         layout = self._layouts[size]
@@ -78,6 +78,10 @@ class DecodeGraphs:
         captured = self._graphs[size, rank]
         captured.graph.replay()
         return captured.logits[: len(plan.chunks)]
+
+    def size(self, num_sequences: int) -> int:
+        """The smallest that holds so many."""
+        return next(size for size in self.sizes if size >= num_sequences)
 
     def _rank(self, plan: StepPlan) -> int:
         slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}

@@ -67,7 +67,7 @@ class PieceGraphs:
     def replay(self, flat: Flat) -> Tensor:
         """Launches the step → hidden [T, H], good until the next replay."""
         num_tokens = len(flat.token_ids)
-        size = next(size for size in TOKENS if size >= num_tokens)
+        size = self.size(num_tokens)
         rank = self._rank(flat)
         tokens, positions, mapping, segments = self._numbers.begin(_places(size))
         for place, numbers, rest in (
@@ -88,6 +88,10 @@ class PieceGraphs:
             used.seen.copy_(layer.attention.attend(used.queries, plan, self._kv))
         last.replay()
         return used.hidden
+
+    def size(self, num_tokens: int) -> int:
+        """The smallest that holds so many."""
+        return next(size for size in TOKENS if size >= num_tokens)
 
     def _rank(self, flat: Flat) -> int:
         most = max((self._slots.lora_rank(slot) for slot in np.unique(flat.slots).tolist() if slot >= 0), default=0)

@@ -24,6 +24,7 @@ class KVCache:
         shape = (config.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.itemsize = like.itemsize
         self.keys = lazy_zeros(shape, like).unbind()
         self.values = lazy_zeros(shape, like).unbind()
 

@@ -128,6 +128,8 @@ class Decoder:
         frequencies = inverse_frequencies(config.rope, config.attention.head_dim).to(self.embedding.device)
         self.rope_table = rope_table(frequencies, config.context_tokens)
         self._num_head_calls = 0
+        self.num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name != "model.embed_tokens.weight")
+        self.num_bytes += self.embedding.nbytes if config.tie_word_embeddings else 0
 
     @property
     def num_linear_calls(self) -> int:

@@ -55,6 +55,7 @@ class LoraSlots:
         self._lora_ranks: dict[Place, list[int]] = {}
         self._slices: dict[tuple[int, tuple[str, ...]], list[LoraSlice]] = {}
         self._slot_ranks = [0] * num_slots  # the largest of each
+        self._slot_bytes = [0] * num_slots
         self._kept_views: dict[tuple[int, Ranks], list[Tensor]] = {}
         self._transfer: Transfer | None = None
         if self.is_static and num_slots:
@@ -93,6 +94,10 @@ class LoraSlots:
     def lora_rank(self, slot: int) -> int:
         """The largest of the slot's ranks."""
         return self._slot_ranks[slot]
+
+    def num_bytes(self, slot: int) -> int:
+        """What the adapter in the slot takes."""
+        return self._slot_bytes[slot]
 
     def slices(self, layer: int, modules: tuple[str, ...]) -> list[LoraSlice]:
         """The modules of one fused linear that any adapter has, with the columns where each begins."""
@@ -166,6 +171,9 @@ class LoraSlots:
         for place, lora_rank in lora_ranks.items():
             self._lora_ranks[place][slot] = lora_rank
         self._slot_ranks[slot] = max(lora_ranks.values(), default=0)
+        self._slot_bytes[slot] = self._like.itemsize * sum(
+            lora_rank * sum(self._sizes[place[1]]) for place, lora_rank in lora_ranks.items()
+        )
         self._slices.clear()
         if self.is_static:
             column = torch.tensor([self._lora_ranks[place][slot] for place in self._rows], dtype=torch.int32)

@@ -373,7 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama8b,qwen06b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", default="tpot,throughput,profile")
+    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")
