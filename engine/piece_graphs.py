@@ -104,7 +104,7 @@ class PieceGraphs:
         self._numbers.send()
         *numbers, segments = (self._numbers.memory[place] for place in _places(size))
         lora = CapturedSgmv(segments, size, self._slots.num_slots) if rank else None
-        nothing = plan_attention(numbers[0][None], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
+        nothing = plan_attention(numbers[0][None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
         batch = Batch(*numbers, replace(nothing), lora, numbers[0])
         work = _Work(
             self._model, self._kv, self._drawn, self._buffers.first(size), batch, LoraStep(self._slots, lora, rank)

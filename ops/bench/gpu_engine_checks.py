@@ -136,7 +136,9 @@ def adapter(config: ModelConfig, seed: int) -> AdapterWeights:
     return random_adapter(config, (4, 8, 16)[seed % 3], seed, torch.device("cuda"))
 
 
-def check_logits_are_those_of_the_reference(name: str = "tiny", num_tokens: int = 24) -> dict[str, float]:
+def check_logits_are_those_of_the_reference(
+    name: str = "tiny", num_tokens: int = 24, least_argmax: float = 0.95
+) -> dict[str, float]:
     """Teacher-forced, bf16 against fp32: the tokens of eight rows, two without an adapter, prefilled and decoded."""
     runner, weights = make_runner(name, 6)
     config = random_config(name)
@@ -163,7 +165,7 @@ def check_logits_are_those_of_the_reference(name: str = "tiny", num_tokens: int 
             total += 1
     mean = float(torch.stack(differences).mean())
     assert mean < 0.3, f"mean |difference| of log-probabilities {mean}"
-    assert same / total >= 0.95, f"argmax agrees in {same} of {total}"
+    assert same / total >= least_argmax, f"mean difference {mean}, argmax agrees in {same} of {total}"
     return {"mean_difference": mean, "argmax": same / total}
 
 
