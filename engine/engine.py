@@ -125,8 +125,9 @@ class Engine:
             raise Busy("the waiting queue is full")
         request = Request(submit, self._clock())
         request.sequences = make_sequences(request, prompts, self._num_sequences, self._seed_source)
-        for sequence in request.sequences if grammar else ():
-            sequence.matcher = grammar.matcher()
+        if grammar is not None:
+            for sequence in request.sequences:
+                sequence.matcher = grammar.matcher()
         request.num_unfinished = len(request.sequences)
         self._num_sequences += len(request.sequences)
         self._requests[submit.request_id] = request

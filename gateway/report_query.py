@@ -60,7 +60,8 @@ async def page_of(request: Request, report: Report) -> Page:
     end_s = _number(request, "end_time", int(time.time()) + 1)
     start_s = await _start(request, end_s, most * _WIDTH_S[width])
     page_end_s = min(end_s, (start_s // _WIDTH_S[width] + limit) * _WIDTH_S[width])
-    groups = tuple(ours for name in dict.fromkeys(grouped) if (ours := report.groups[name]))
+    ours = [report.groups[name] for name in dict.fromkeys(grouped)]
+    groups: tuple[GroupBy, ...] = tuple(name for name in ours if name is not None)
     filters = _listed(request, "models"), _listed(request, "api_key_ids")
     try:
         query = UsageQuery(start_s, page_end_s, width, groups, *filters)

@@ -44,10 +44,11 @@ class _Bucket:
     def refusals(self, requests: int, tokens: int) -> list[tuple[int, LimitName]]:
         """(ms to wait, limit) of what does not fit now."""
         found: list[tuple[int, LimitName]] = []
-        for limit, balance, count in (
+        meters: tuple[tuple[LimitName, int | None, int], ...] = (
             ("requests_per_minute", self.requests, requests),
             ("tokens_per_minute", self.tokens, tokens),
-        ):
+        )
+        for limit, balance, count in meters:
             missing = 0 if balance is None else count * _UNITS - balance
             if missing > 0:
                 found.append((-(-missing // max(1, getattr(self.share, limit))), limit))
