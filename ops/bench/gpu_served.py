@@ -40,7 +40,7 @@ async def ask(client: EngineClient, name: str, prompt_tokens: int, new_tokens: i
                 first = first or time.perf_counter() - begin
                 num_tokens += len(event.token_ids) // 4
             finished = finished or isinstance(event, wire.Finished | wire.Rejected)
-    stream.close(wire.Close(name, "completed", 0, 0, 0))
+    stream.close(wire.Close(name, 200))
     assert num_tokens == new_tokens, f"{num_tokens} tokens of {new_tokens}"
     return first, time.perf_counter() - begin
 
