@@ -24,7 +24,9 @@ from engine.client import EngineClient
 READY_S = 240.0
 
 
-async def ask(client: EngineClient, name: str, prompt_tokens: int, new_tokens: int, adapter: str) -> tuple[float, float]:
+async def ask(
+    client: EngineClient, name: str, prompt_tokens: int, new_tokens: int, adapter: str
+) -> tuple[float, float]:
     """One request to its end → seconds to its first and to its last token."""
     draw = random.Random(name)
     prompt = wire.pack_ids(draw.randrange(10, 900) for _ in range(prompt_tokens))
