@@ -144,13 +144,16 @@ class Server:
     def received(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.StatsRequest):
             self._steps.stats(lambda families: self._send_stats(connection, message.seq, families))
+        elif isinstance(message, wire.AdapterForget):
+            self._adapters.forget(message.adapter_key)
+            self._steps.post(self._engine.forget_adapter, message.adapter_key)
         elif isinstance(message, wire.ResidencyRequest):
             self._steps.ask(
                 lambda: self._engine.adapters.residency(message.keys),
                 lambda tiers: connection.send(wire.ResidencyReply(message.seq, self._disk.join(tiers, message.keys))),
             )
         elif not connection.is_gateway:
-            raise wire.WireError("an observer may only ask")
+            raise wire.WireError("an observer may only ask, and have adapters forgotten")
         else:
             self._received_of_gateway(connection, message)
 
@@ -168,9 +171,6 @@ class Server:
                 self._gate.post(message.request_id, self._engine.abort, message.request_id, message.choice)
             case wire.AdapterChunk() | wire.AdapterUnavailable():
                 self._adapters.receive(connection, message)
-            case wire.AdapterForget():
-                self._adapters.forget(message.adapter_key)
-                self._steps.post(self._engine.forget_adapter, message.adapter_key)
             case wire.Ack():
                 self._records.acked(message)
 

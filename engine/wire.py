@@ -114,7 +114,7 @@ class Family(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First frame. A gateway serves adapters and receives records; an observer only asks for stats."""
+    """First frame. A gateway serves adapters and gets records; observers ask for stats and say what to forget."""
 
     peer: str
     role: Role = "gateway"

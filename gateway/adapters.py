@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.adapter_check import Checked, HeaderJob, Job, check, check_header, disk_may_be_full
-from gateway.errors import ApiError, invalid, model_not_found
+from gateway.errors import ApiError, invalid, invalid_key, model_not_found
 from gateway.models import Catalog, ServedModel
 from gateway.targets import ADAPTER_NAME, Targets
 from gateway.upload import CONFIG, WEIGHTS
@@ -114,6 +114,8 @@ class Adapters:
             refused = ApiError(f"The adapter {error}.", code="version_conflict", param="expected_version")
         except LimitExceeded as error:
             refused = ApiError(f"This account's limit is reached: {error}.", code="limit_reached")
+        except NotFound:  # the account was deleted meanwhile
+            refused = invalid_key()
         await self.collect(tenant_id, [fields.sha256])
         raise refused
 

@@ -12,7 +12,7 @@ from gateway.errors import ApiError
 from gateway.limiter import Limiter
 from gateway.work import Work
 from tenants.errors import StoreUnavailable
-from tenants.quota import RENEW_EVERY_MS, Headroom, Refused, Reservation, SettleKind
+from tenants.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation, SettleKind
 
 EXTEND_TOKENS = 256  # a block of further output tokens of each choice
 
@@ -105,13 +105,25 @@ def _reservation(call: Call, work: Work) -> Reservation:
         tenant_id=principal.tenant_id,
         key_id=principal.key_id,
         tokens=work.reserved_tokens,
-        scopes=(("tenant", principal.limits), (f"key:{principal.key_id}", principal.key_limits)),
+        scopes=(("tenant", principal.limits), (f"key:{principal.key_id}", principal.key_limits), *_own_scopes(work)),
     )
+
+
+def _own_scopes(work: Work) -> list[tuple[str, Limits]]:
+    """The key's limits for this request's base model and adapter."""
+    principal, target = work.principal, work.target
+    named = {"model": target.model.name, "adapter": target.adapter.name if target.adapter else ""}
+    return [
+        (f"key:{principal.key_id}:{scope.kind}:{scope.name}", scope.limits)
+        for scope in principal.scoped_limits
+        if named[scope.kind] == scope.name
+    ]
 
 
 def _rate_limited(refused: Refused, asked_tokens: int) -> ApiError:
     whose = "this key's" if refused.scope.startswith("key") else "this account's"
-    limit = refused.limit.replace("_", " ")
+    _, _, scope = refused.scope.removeprefix("key:").partition(":")
+    limit = refused.limit.replace("_", " ") + (" for the {} {}".format(*scope.split(":", 1)) if scope else "")
     message = f"Rate limit reached: {whose} limit of {limit}."
     if refused.retry_after_ms is None:
         message = f"The request of {asked_tokens} tokens is larger than {whose} limit of {limit}; make it smaller."

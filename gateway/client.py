@@ -61,6 +61,18 @@ class Api:
         hint = " Is the key of this server?" if answer.status_code == 401 else ""
         raise ApiFailed(message + hint, answer.status_code)
 
+    def lines(self, path: str) -> Iterator[bytes]:
+        """The lines of an answer as they come. Raises ApiFailed, also when it is cut off."""
+        url = self._base_url + path
+        try:
+            with httpx.stream("GET", url, headers=self._headers, timeout=TIMEOUT_S, trust_env=False) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise ApiFailed(_object(answer).get("error", {}).get("message", ""), answer.status_code)
+                yield from (line.encode() for line in answer.iter_lines())
+        except httpx.TransportError as error:
+            raise ApiFailed(f"{url} did not answer to the end ({error})") from error
+
     def every(self, path: str, params: dict[str, Any]) -> list[Any]:
         """The items of all pages of a list."""
         page = self.call("GET", path, params=params)

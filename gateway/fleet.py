@@ -100,6 +100,11 @@ class Fleet:
                 model["revision"] = replica.client.welcome.card.revision
         return list(models.values())
 
+    def forget_adapter(self, key: str) -> None:
+        """Every engine drops it from all its tiers as soon as nothing runs on it."""
+        for replica in self.replicas:
+            replica.client.forget_adapter(key)
+
     async def pull(self) -> None:
         """Brings the sums up to date with every child that answers within a second."""
         async with self._pulling:

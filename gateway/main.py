@@ -29,6 +29,7 @@ from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
 from gateway.dispatch import Dispatch, Flight
+from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
 from gateway.limiter import Limiter
@@ -79,7 +80,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
         settlement = Settlement(
-            database, directory, secrets.context_key, lambda reason: metrics.unbooked.labels(reason).inc()
+            database, directory, secrets.every_context_key, lambda reason: metrics.unbooked.labels(reason).inc()
         )
         await _started(stack, settlement)
         catalog = Catalog()
@@ -92,9 +93,11 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card)
+        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card, directory.holds)
+        directory.on_revoked = dispatch.revoke
+        reader = Reader(targets, grammars)
         yield Parts(
-            pipeline=Pipeline(directory, Reader(targets, grammars), idempotency, admission, dispatch, telemetry),
+            pipeline=Pipeline(directory, FailedAttempts(), reader, idempotency, admission, dispatch, telemetry),
             catalog=catalog,
             targets=targets,
             adapters=Adapters(catalog, targets, database, blobs),

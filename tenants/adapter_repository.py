@@ -197,8 +197,8 @@ class AdapterRepository:
 
     async def _lock(self, tenant_id: str) -> Tenant:
         """One writer a tenant: FOR UPDATE on PostgreSQL; a SQLite transaction has the write lock already."""
-        query = select(Tenant).where(Tenant.tenant_id == tenant_id).with_for_update()
-        tenant = (await self._session.exec(query)).first()
+        query = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
+        tenant = (await self._session.exec(query.with_for_update())).first()
         if tenant is None:
             raise NotFound(f"no tenant {tenant_id}")
         return tenant

@@ -117,6 +117,20 @@ class BlobStore:
             os.close(descriptor)
         return True
 
+    def delete_tenant(self, tenant_id: str) -> int:
+        """Removes all blobs of a tenant, and its folder; how many there were."""
+        folder = self._folder(tenant_id)
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return 0
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            folder.rmdir()
+        _sync_directory(self._tenants)
+        return len(names)
+
     def _folder(self, tenant_id: str) -> Path:
         return self._tenants / _checked(_TENANT, tenant_id, "tenant id")
 

@@ -6,6 +6,7 @@ from typing import Any
 from litestar import Request, Response, delete, get, post, put
 from litestar.params import FromPath
 
+from gateway.access import needs
 from gateway.adapter_check import disk_may_be_full
 from gateway.adapters import Candidate, not_found
 from gateway.call import call_of
@@ -19,7 +20,7 @@ from tenants.staged_uploads import MAX_AGE_S
 from tenants.tables import AdapterVersion
 
 
-@post("/v1/adapters", status_code=201, request_max_body_size=None)
+@post("/v1/adapters", status_code=201, request_max_body_size=None, opt=needs("adapters:write"))
 async def upload_adapter(request: Request) -> Response:
     """Reads, checks and publishes within the call: 201 means it can be used."""
     principal, parts, call = principal_of(request), parts_of(request), call_of(request.scope)
@@ -33,7 +34,9 @@ async def upload_adapter(request: Request) -> Response:
     return Response(_version(version), status_code=201)
 
 
-@put("/v1/adapters/{name:str}/files/{file:str}", status_code=200, request_max_body_size=None)
+@put(
+    "/v1/adapters/{name:str}/files/{file:str}", status_code=200, request_max_body_size=None, opt=needs("adapters:write")
+)
 async def put_file(request: Request, name: FromPath[str], file: FromPath[str]) -> dict[str, Any]:
     """One file of an upload as a plain body; the answer says what came. Kept for an hour, until its commit."""
     principal, parts, call = principal_of(request), parts_of(request), call_of(request.scope)
@@ -57,7 +60,7 @@ async def put_file(request: Request, name: FromPath[str], file: FromPath[str]) -
     }
 
 
-@post("/v1/adapters/{name:str}/commit", status_code=201)
+@post("/v1/adapters/{name:str}/commit", status_code=201, opt=needs("adapters:write"))
 async def commit_adapter(request: Request, name: FromPath[str]) -> Response:
     """Publishes the files that were PUT under that name. They are gone when they were published or refused for what
     they are, and stay for another try otherwise."""
@@ -89,13 +92,13 @@ async def _commit(parts: Parts, principal: Principal, name: str, body: Commit) -
     return version
 
 
-@get("/v1/adapters")
+@get("/v1/adapters", opt=needs("adapters:read"))
 async def list_adapters(request: Request) -> dict[str, Any]:
     versions = await parts_of(request).adapters.current(principal_of(request))
     return {"object": "list", "data": [_version(version) for version in versions]}
 
 
-@get("/v1/adapters/{name:str}")
+@get("/v1/adapters/{name:str}", opt=needs("adapters:read"))
 async def get_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     """The current version, and all live ones with the tiers of each engine that hold their weights."""
     adapters = parts_of(request).adapters
@@ -105,7 +108,7 @@ async def get_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     return _version(current) | {"versions": shown}
 
 
-@post("/v1/adapters/{name:str}/rollback", status_code=200)
+@post("/v1/adapters/{name:str}/rollback", status_code=200, opt=needs("adapters:write"))
 async def rollback_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     principal = principal_of(request)
     body = decode(await call_of(request.scope).body(MAX_BODY_BYTES), Rollback)
@@ -113,7 +116,7 @@ async def rollback_adapter(request: Request, name: FromPath[str]) -> dict[str, A
     return _version(await adapters.rollback(principal, name, body.version, body.expected_version))
 
 
-@delete("/v1/adapters/{name:str}", status_code=200)
+@delete("/v1/adapters/{name:str}", status_code=200, opt=needs("adapters:write"))
 async def delete_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
     """NAME with all its versions, or the one version NAME@VERSION."""
     adapters, principal = parts_of(request).adapters, principal_of(request)

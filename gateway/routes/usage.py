@@ -4,6 +4,7 @@ from typing import Any
 
 from litestar import Request, get
 
+from gateway.access import needs
 from gateway.parts import parts_of, principal_of
 from gateway.report_query import Report, page_of
 from gateway.work import TIER_OF
@@ -35,7 +36,7 @@ _COSTS = Report(
 _PICO = 10**12
 
 
-@get("/v1/organization/usage/completions")
+@get("/v1/organization/usage/completions", opt=needs("usage"))
 async def usage_completions(request: Request) -> dict[str, Any]:
     principal, page = principal_of(request), await page_of(request, _USAGE)
     async with parts_of(request).database.session() as session:
@@ -48,7 +49,7 @@ async def usage_completions(request: Request) -> dict[str, Any]:
     )
 
 
-@get("/v1/organization/costs")
+@get("/v1/organization/costs", opt=needs("usage"))
 async def costs(request: Request) -> dict[str, Any]:
     principal, page = principal_of(request), await page_of(request, _COSTS)
     async with parts_of(request).database.session() as session:
