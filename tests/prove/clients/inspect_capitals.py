@@ -1,0 +1,11 @@
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import includes
+from inspect_ai.solver import generate
+
+
+@task
+def capitals() -> Task:
+    questions = {"Japan": "Tokyo", "France": "Paris"}
+    samples = [Sample(f"What is the capital of {country}?", capital) for country, capital in questions.items()]
+    return Task(dataset=samples, solver=generate(), scorer=includes())
