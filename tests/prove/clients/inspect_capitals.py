@@ -7,5 +7,7 @@ from inspect_ai.solver import generate
 @task
 def capitals() -> Task:
     questions = {"Japan": "Tokyo", "France": "Paris"}
-    samples = [Sample(f"What is the capital of {country}?", capital) for country, capital in questions.items()]
+    samples = [
+        Sample(input=f"What is the capital of {country}?", target=capital) for country, capital in questions.items()
+    ]
     return Task(dataset=samples, solver=generate(), scorer=includes())
