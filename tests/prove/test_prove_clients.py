@@ -256,7 +256,6 @@ def test_evalscope_perf(account: Account, tokenizer: Path, tmp_path: Path):
     command = ["evalscope", "perf", "--url", f"{account.served.url}/chat/completions", "--model", DEFAULT_MODEL]
     command += ["--api", "openai", "--api-key", account.key, "--dataset", "line_by_line"]
     command += ["--dataset-path", "lines.txt", "--parallel", "2", "--number", "4", "--max-tokens", "8", "--stream"]
-
     command += ["--no-test-connection", "--tokenizer-path", str(tokenizer), "--outputs-dir", "out"]
 
     run_tool(environment, command, account, tmp_path)

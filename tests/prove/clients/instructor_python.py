@@ -7,7 +7,7 @@ from smoke import API_KEY, BASE_URL, CITY, MODEL, City, tell
 
 
 class Facts(BaseModel):
-    """Any object: json_object promises no more, and a small model does not keep to fields that only its prompt names."""
+    """Any object: json_object promises no more; a small model does not keep to fields that only its prompt names."""
 
     model_config = ConfigDict(extra="allow")
 
