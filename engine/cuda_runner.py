@@ -65,7 +65,9 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Captures the graphs; before the first step."""
+        """Captures the graphs and moves an adapter; before the first step."""
+        if self.slots.num_slots:
+            self.slots.rehearse()
         for graphs in (self._prompts, self._decodes):
             if graphs is not None:
                 graphs.warm()

@@ -60,7 +60,7 @@ async def page_of(request: Request, report: Report) -> Page:
     end_s = _number(request, "end_time", int(time.time()) + 1)
     start_s = await _start(request, end_s, most * _WIDTH_S[width])
     page_end_s = min(end_s, (start_s // _WIDTH_S[width] + limit) * _WIDTH_S[width])
-    ours = [report.groups[name] for name in dict.fromkeys(grouped)]
+    ours: list[GroupBy | None] = [report.groups[name] for name in dict.fromkeys(grouped)]
     groups: list[GroupBy] = [name for name in ours if name is not None]
     filters = _listed(request, "models"), _listed(request, "api_key_ids")
     try:

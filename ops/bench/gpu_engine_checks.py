@@ -126,9 +126,9 @@ def make_runner(name: str, num_slots: int, *, has_graphs: bool = True) -> tuple[
     config = random_config(name)
     weights = random_weights(config, device, torch.bfloat16)
     runner = CudaRunner(Decoder(config, weights), sizes(num_slots), has_graphs=has_graphs)
+    runner.warm()
     for slot in range(num_slots):
         runner.load_slot(slot, runner.prepare(adapter(config, slot)))
-    runner.warm()
     return runner, weights
 
 
