@@ -37,35 +37,70 @@ class Batch:
     logits_rows: Tensor
 
 
-def build_batch(
-    plan: StepPlan, block_size: int, attention: AttentionConfig, device: torch.device, ahead: Rows | None = None
-) -> Batch:
-    """Every block that the chunks' tokens need must stand in their sequences' block tables. One transfer to a GPU."""
-    starts = np.cumsum([0, *(chunk.num_tokens for chunk in plan.chunks)])
-    counts = np.diff(starts)
-    firsts = np.array([chunk.start for chunk in plan.chunks])
-    owners = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(starts[-1]) + (firsts - starts[:-1])[owners]
-    tables = _block_tables(plan.chunks)
-    slot_mapping = tables[owners, positions // block_size] * block_size + positions % block_size
-    rows = np.array([stop - 1 for chunk, stop in zip(plan.chunks, starts[1:], strict=True) if chunk.samples], np.int64)
-    tokens = np.array([token for chunk in plan.chunks for token in tokens_of(chunk, ahead or {})])
-    slots = np.array([chunk.sequence.adapter_slot for chunk in plan.chunks])[owners]
-    arrays = _on(device, tokens, positions, slot_mapping, rows, tables)
-    return Batch(
-        *arrays[:3],
-        attention=plan_attention(
-            arrays[4],
-            starts.tolist(),
-            (firsts + counts).tolist(),
+@dataclass(frozen=True)
+class Flat:
+    """The numbers of a Batch on the host: token_ids, positions, slot_mapping and slots [T], starts [N + 1],
+    context_lens [N], tables [N, most blocks]; logits_rows as in Batch."""
+
+    token_ids: Numbers
+    positions: Numbers
+    slot_mapping: Numbers
+    slots: Numbers
+    starts: Numbers
+    context_lens: Numbers
+    tables: Numbers
+    logits_rows: Numbers
+
+    def attention(self, tables: Tensor, block_size: int, attention: AttentionConfig) -> AttentionPlan:
+        """``tables`` are those of this step, on the device."""
+        return plan_attention(
+            tables,
+            self.starts.tolist(),
+            self.context_lens.tolist(),
             block_size=block_size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
+        )
+
+
+def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
+    """Every block that the chunks' tokens need must stand in their sequences' block tables."""
+    chunks = plan.chunks
+    starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
+    counts = np.diff(starts)
+    firsts = np.array([chunk.start for chunk in chunks])
+    owners = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(starts[-1]) + (firsts - starts[:-1])[owners]
+    tables = _block_tables(chunks)
+    return Flat(
+        token_ids=np.array([token for chunk in chunks for token in tokens_of(chunk, ahead or {})]),
+        positions=positions,
+        slot_mapping=tables[owners, positions // block_size] * block_size + positions % block_size,
+        slots=np.array([chunk.sequence.adapter_slot for chunk in chunks])[owners],
+        starts=starts,
+        context_lens=firsts + counts,
+        tables=tables,
+        logits_rows=np.array(
+            [stop - 1 for chunk, stop in zip(chunks, starts[1:], strict=True) if chunk.samples], np.int64
         ),
-        lora=plan_sgmv(slots.tolist(), device) if slots.max() >= 0 else None,
-        logits_rows=arrays[3],
     )
+
+
+def build_batch(
+    plan: StepPlan, block_size: int, attention: AttentionConfig, device: torch.device, ahead: Rows | None = None
+) -> Batch:
+    """The plan on the device."""
+    return to_batch(flatten(plan, block_size, ahead), block_size, attention, device)
+
+
+def to_batch(flat: Flat, block_size: int, attention: AttentionConfig, device: torch.device) -> Batch:
+    """One transfer to a GPU for all but attention's pieces and the adapters' tiles."""
+    tokens, positions, mapping, rows, tables = on_device(
+        device, flat.token_ids, flat.positions, flat.slot_mapping, flat.logits_rows, flat.tables
+    )
+    lora = plan_sgmv(flat.slots.tolist(), device) if flat.slots.max() >= 0 else None
+    return Batch(tokens, positions, mapping, flat.attention(tables, block_size, attention), lora, rows)
 
 
 def tokens_of(chunk: Chunk, ahead: Rows) -> list[int]:
@@ -85,8 +120,9 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> Numbers:
     return found
 
 
-def _on(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+def on_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """In one transfer to a GPU, as int32."""
     if device.type == "cpu":
         return [torch.from_numpy(numbers) for numbers in arrays]
-    flat = upload([numbers.ravel().tolist() for numbers in arrays], device)
+    flat = upload([numbers.ravel() for numbers in arrays], device)
     return [numbers.view(array.shape) for numbers, array in zip(flat, arrays, strict=True)]

@@ -83,7 +83,7 @@ def make_runner(model: Decoder, config: EngineConfig) -> Runner:
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

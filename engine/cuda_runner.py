@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.batch import Rows, build_batch
+from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
 from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.graphs import DecodeGraphs, graph_sizes, resolve
 from engine.models.decoder import Decoder
+from engine.piece_graphs import PieceGraphs
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 
@@ -47,30 +49,40 @@ class CudaRunner(Runner):
     def __init__(self, model: Decoder, config: EngineConfig, *, has_graphs: bool = True) -> None:
         super().__init__(model, config)
         device = model.embedding.device
-        self.num_fallbacks = {"too_many_sequences": 0}
+        self._counters = self.device_counters = DeviceCounters(peak_bytes_s(device))
+        attention = model.config.attention
+        self._weight_bytes = model.num_bytes
+        self._token_bytes = 2 * model.config.num_layers * attention.num_kv_heads * attention.head_dim * self.kv.itemsize
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
         most = max(config.max_sequences, *graph_sizes(config.max_sequences))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
-        self._graphs: DecodeGraphs | None = None
+        self._decodes: DecodeGraphs | None = None
+        self._prompts: PieceGraphs | None = None
         if has_graphs and model.config.moe is None:
-            self._graphs = DecodeGraphs(model, self.kv, self.slots, self._drawn, config)
+            shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
+            self._decodes, self._prompts = DecodeGraphs(*shared), PieceGraphs(*shared)
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Captures the graphs; before the first step."""
-        if self._graphs is not None:
-            self._graphs.warm()
+        """Captures the graphs and moves an adapter; before the first step."""
+        if self.slots.num_slots:
+            self.slots.rehearse()
+        for graphs in (self._prompts, self._decodes):
+            if graphs is not None:
+                graphs.warm()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Returns while the device computes."""
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self._counters.num_bytes += self._least_bytes(plan)
         scores: dict[int, list[Scores]] = {}
-        if self._graphs is not None and self._graphs.fits(plan):
-            logits = self._graphs.replay(plan, self._ahead)
+        if self._decodes is not None and self._decodes.fits(plan):
+            logits = self._decodes.replay(plan, self._ahead)
+            self._counters.shapes[f"decode {self._decodes.size(len(rows))}"] += 1
         else:
-            logits, scores = self._launch_kernels(plan)
+            logits, scores = self._launch_prompts(plan)
         if self._device_sampler.changes(rows):
             self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
         self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
@@ -79,14 +91,19 @@ class CudaRunner(Runner):
         step.done.record()
         return step
 
-    def _launch_kernels(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+    def _launch_prompts(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
         """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
-        batch = build_batch(
-            plan, self._block_size, self._model.config.attention, self._model.embedding.device, self._ahead
-        )
-        starts = batch.attention.query_starts
-        hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
-        logits = self._model.product_with_head(hidden.index_select(0, batch.logits_rows))
+        flat = flatten(plan, self._block_size, self._ahead)
+        starts = flat.starts.tolist()
+        if self._prompts is not None and self._prompts.fits(plan.num_tokens):
+            hidden = self._prompts.replay(flat)
+            self._counters.shapes[f"tokens {self._prompts.size(plan.num_tokens)}"] += 1
+        else:
+            self._count_by_hand(plan)
+            batch = to_batch(flat, self._block_size, self._model.config.attention, self._drawn.device)
+            hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
+        (rows,) = on_device(self._drawn.device, flat.logits_rows)
+        logits = self._model.product_with_head(hidden.index_select(0, rows))
         self._drawn[: len(logits)].copy_(greedy(logits))
         scores = {
             index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
@@ -94,6 +111,21 @@ class CudaRunner(Runner):
             if chunk.scores
         }
         return logits, scores
+
+    def _count_by_hand(self, plan: StepPlan) -> None:
+        """A step that is launched kernel by kernel; a fallback where a graph could have been expected."""
+        self._counters.shapes["by hand"] += 1
+        if self._model.config.moe is not None:
+            self._counters.fallbacks["graph", "experts"] += 1
+        elif plan.num_tokens == len(plan.chunks):
+            self._counters.fallbacks["graph", "too_many_sequences"] += 1
+
+    def _least_bytes(self, plan: StepPlan) -> int:
+        """What a step must move: the weights once, the keys and values that its chunks see or write, its adapters."""
+        seen = sum(chunk.end for chunk in plan.chunks)
+        slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
+        adapters = sum(self.slots.num_bytes(slot) for slot in slots if slot >= 0)
+        return self._weight_bytes + seen * self._token_bytes + adapters
 
     def _scores(self, chunk: Chunk, hidden: Tensor) -> list[Scores]:
         targets = scored_tokens(chunk)
@@ -112,3 +144,9 @@ class CudaRunner(Runner):
             for row, (index, sequence) in enumerate(sampling)
             if sequence.sampling.logprobs >= 0
         }
+
+
+def peak_bytes_s(device: torch.device) -> float:
+    """Of the device's memory, by its clock and the width of its bus: two transfers a cycle."""
+    properties = torch.cuda.get_device_properties(device)
+    return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from engine import cost, wire
 from engine.adapter_pool import AdapterPool, HostTier, HostWeights
 from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
 from engine.experts import ExpertLoad
 from engine.flight import Flight, StepHandle
@@ -36,6 +37,8 @@ class StepRunner(Protocol):
     def model_info(self) -> ModelInfo: ...
     @property
     def expert_load(self) -> ExpertLoad | None: ...
+    @property
+    def device_counters(self) -> DeviceCounters | None: ...
     @property
     def overlaps(self) -> bool: ...
     def launch(self, plan: StepPlan) -> StepHandle: ...
@@ -80,7 +83,7 @@ class Engine:
         self.config = config
         self.adapters = AdapterPool(config.adapter_slots, HostTier(config.host_adapter_bytes))
         self.scheduler = Scheduler(config, self.adapters)
-        self.stats = EngineStats(self.scheduler, clock, runner.expert_load)
+        self.stats = EngineStats(self.scheduler, clock, runner.expert_load, runner.device_counters)
         self._runner = runner
         self._clock = clock
         self._seed_source = seed_source

@@ -40,7 +40,9 @@ class Captured:
 class DecodeGraphs:
     """``drawn`` [most sequences] int64 is where steps leave the tokens that they draw. Not thread-safe."""
 
-    def __init__(self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: tuple[int, int]
+    ) -> None:
         self._model, self._kv, self._slots, self.drawn = model, kv, slots, drawn
         self.sizes = graph_sizes(config.max_sequences)
         self.ranks = rank_bounds(config)
@@ -48,11 +50,9 @@ class DecodeGraphs:
         self._blocks = -(-config.context_tokens // kv.block_size)
         self._tables = BlockTables(self.sizes[-1], self._blocks, self._device)
         self._graphs: dict[tuple[int, int], Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        length = max(layout.length for layout in map(self._layout, self.sizes))
-        self._memory = torch.zeros(length, dtype=torch.int32, device=self._device)
-        self._hosts = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(_BUFFERS)]
-        self._turn = 0
+        self._pool = pool
+        self._layouts = {size: self._layout(size) for size in self.sizes}
+        self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
     def warm(self) -> None:
         """Captures everything, the largest first, which share their memory with the smaller ones."""
@@ -69,17 +69,19 @@ class DecodeGraphs:
     def replay(self, plan: StepPlan, ahead: Rows) -> Tensor:
         """Launches the step → logits [chunks, V], good until the next replay; the highest ones' ids are in ``drawn``,
         row i for chunk i."""
-        size = next(size for size in self.sizes if size >= len(plan.chunks))
+        size = self.size(len(plan.chunks))
         rank = self._rank(plan)
         self._tables.update(plan.chunks)
-        host = self._hosts[self._turn]
-        self._turn = (self._turn + 1) % _BUFFERS
-        layout = self._layout(size)
-        layout.fill(host.numpy(), plan.chunks, ahead, self._slots.num_slots, with_lora=rank > 0)
-        self._memory[: layout.length].copy_(host[: layout.length], non_blocking=True)
+        layout = self._layouts[size]
+        layout.fill(self._numbers.begin(layout.places), plan.chunks, ahead, self._slots.num_slots, with_lora=rank > 0)
+        self._numbers.send()
         captured = self._graphs[size, rank]
         captured.graph.replay()
         return captured.logits[: len(plan.chunks)]
+
+    def size(self, num_sequences: int) -> int:
+        """The smallest that holds so many."""
+        return next(size for size in self.sizes if size >= num_sequences)
 
     def _rank(self, plan: StepPlan) -> int:
         slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
@@ -100,11 +102,13 @@ class DecodeGraphs:
         return Layout(shape)
 
     def _capture(self, size: int, rank: int) -> Captured:
-        layout = self._layout(size)
-        layout.fill(self._hosts[0].numpy(), (), {}, self._slots.num_slots, with_lora=True)
-        self._memory.copy_(self._hosts[0])
+        layout = self._layouts[size]
+        layout.fill(self._numbers.begin(layout.places), (), {}, self._slots.num_slots, with_lora=True)
+        self._numbers.send()
         compute = partial(
-            self._compute, layout.batch(self._memory, self._tables.tables[:size], self._slots.num_slots, rank), rank
+            self._compute,
+            layout.batch(self._numbers.memory, self._tables.tables[:size], self._slots.num_slots, rank),
+            rank,
         )
         compute()  # kernels are compiled, and tables of tiles and of addresses made
         torch.cuda.synchronize()
@@ -150,10 +154,11 @@ class Layout:
         self.length = self.places[-1].stop
 
     def fill(
-        self, out: NDArray[np.int32], chunks: Many[Chunk], ahead: Rows, empty_slot: int, *, with_lora: bool
+        self, out: Many[NDArray[np.int32]], chunks: Many[Chunk], ahead: Rows, empty_slot: int, *, with_lora: bool
     ) -> None:
-        """The numbers of these decodes; rows past them are at position 0, nowhere in the cache, without a context."""
-        tokens, positions, mapping, attention, segments = (out[place] for place in self.places)
+        """These decodes into ``out``, the arrays of ``places``; rows past them are at position 0, nowhere in the cache,
+        without a context."""
+        tokens, positions, mapping, attention, segments = out
         num, block_size = len(chunks), self.shape.block_size
         tokens[:num] = [_token(chunk, ahead) for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
@@ -176,6 +181,28 @@ class Layout:
 def _token(chunk: Chunk, ahead: Rows) -> int:
     token = chunk.sequence.token_ids[chunk.start]
     return ~ahead[chunk.sequence.seq_id] if token == PENDING else token
+
+
+class Numbers:
+    """``memory``: int32 on the device that graphs read, filled from pinned arrays in turn: the device may still read a
+    step's while the next one's is filled."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.memory = torch.zeros(length, dtype=torch.int32, device=device)
+        self._hosts = [
+            torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(_BUFFERS)
+        ]
+        self._length = 0
+
+    def begin(self, places: Many[slice]) -> list[NDArray[np.int32]]:
+        """The next step's arrays, to be filled and then sent."""
+        self._hosts.append(self._hosts.pop(0))
+        self._length = places[-1].stop
+        host = self._hosts[-1].numpy()
+        return [host[place] for place in places]
+
+    def send(self) -> None:
+        self.memory[: self._length].copy_(self._hosts[-1][: self._length], non_blocking=True)
 
 
 class BlockTables:

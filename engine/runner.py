@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
 from engine.experts import ExpertLoad
 from engine.flight import Computed, StepHandle
 from engine.models.attention import KVCache
@@ -38,6 +39,7 @@ class Runner:
         self._sampler = Sampler(model.config.eos_token_ids)
         moe = model.config.moe
         self.expert_load = ExpertLoad(moe.layers, model.expert_tokens) if moe else None
+        self.device_counters: DeviceCounters | None = None
 
     @property
     def num_linear_calls(self) -> int:

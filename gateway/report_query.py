@@ -86,11 +86,11 @@ async def page_of(request: Request, report: Report) -> Page:
     end_s = _number(request, "end_time", int(time.time()) + 1)
     start_s = await _start(request, end_s, most * _WIDTH_S[width])
     page_end_s = min(end_s, (start_s // _WIDTH_S[width] + limit) * _WIDTH_S[width])
-    ours = [report.groups[name] for name in dict.fromkeys(grouped)]
-    groups: tuple[GroupBy, ...] = tuple(name for name in ours if name is not None)
+    ours: list[GroupBy | None] = [report.groups[name] for name in dict.fromkeys(grouped)]
+    groups: list[GroupBy] = [name for name in ours if name is not None]
     filters = _listed(request, "models"), _listed(request, "api_key_ids")
     try:
-        query = UsageQuery(start_s, page_end_s, width, groups, *filters)
+        query = UsageQuery(start_s, page_end_s, width, tuple(groups), *filters)
     except InvalidValue as error:
         raise invalid(str(error), error.field) from None
     return Page(query, _matches(request), frozenset(grouped), end_s)

@@ -14,6 +14,8 @@ from engine.weights.adapter import AdapterWeights, LoraPair
 from kernels.sgmv import RANK_MULTIPLE, LoraSlice
 
 Place = tuple[int, str]  # layer and module
+Ranks = tuple[tuple[Place, int], ...]
+_MAX_VIEWS = 256  # lists of views that are kept
 _ALIGNED = 8  # elements: vectors of 16 bytes
 
 
@@ -22,7 +24,7 @@ class PackedAdapter:
     """An adapter as one pinned buffer, in the order of ``ranks``: A [r, in] and B [r, out] of each place, the scale in
     B, in the dtype of the slots."""
 
-    ranks: tuple[tuple[Place, int], ...]
+    ranks: Ranks
     flat: Tensor
 
     @property
@@ -53,6 +55,8 @@ class LoraSlots:
         self._lora_ranks: dict[Place, list[int]] = {}
         self._slices: dict[tuple[int, tuple[str, ...]], list[LoraSlice]] = {}
         self._slot_ranks = [0] * num_slots  # the largest of each
+        self._slot_bytes = [0] * num_slots
+        self._kept_views: dict[tuple[int, Ranks], list[Tensor]] = {}
         self._transfer: Transfer | None = None
         if self.is_static and num_slots:
             self._reserve()
@@ -83,13 +87,24 @@ class LoraSlots:
         """Zeroes everything of ``slot``."""
         assert 0 <= slot < self.num_slots, slot
         if self._slot_ranks[slot]:
-            held = {place: ranks[slot] for place, ranks in self._lora_ranks.items() if ranks[slot]}
+            held = tuple((place, ranks[slot]) for place, ranks in self._lora_ranks.items() if ranks[slot])
             torch._foreach_zero_(self._views(slot, held))
-            self._set_ranks(slot, dict.fromkeys(held, 0))
+            self._set_ranks(slot, dict.fromkeys(dict(held), 0))
+
+    def rehearse(self) -> None:
+        """Takes the way of an adapter once, so that the first one meets nothing that is still to be loaded."""
+        module, (num_in, num_out) = next(iter(self._sizes.items()))
+        pair = LoraPair(torch.zeros(1, num_in), torch.zeros(num_out, 1), 1.0)
+        self.load_slot(0, self.prepare(AdapterWeights({(0, module): pair}, 0)))
+        self.clear_slot(0)
 
     def lora_rank(self, slot: int) -> int:
         """The largest of the slot's ranks."""
         return self._slot_ranks[slot]
+
+    def num_bytes(self, slot: int) -> int:
+        """What the adapter in the slot takes."""
+        return self._slot_bytes[slot]
 
     def slices(self, layer: int, modules: tuple[str, ...]) -> list[LoraSlice]:
         """The modules of one fused linear that any adapter has, with the columns where each begins."""
@@ -156,22 +171,31 @@ class LoraSlots:
 
     def _load_packed(self, slot: int, packed: PackedAdapter) -> None:
         assert self._transfer is not None, "packed for other slots"
-        ranks = dict(packed.ranks)
-        self._transfer.place(packed, self._views(slot, ranks))
-        self._set_ranks(slot, ranks)
+        self._transfer.place(packed, self._views(slot, packed.ranks))
+        self._set_ranks(slot, dict(packed.ranks))
 
     def _set_ranks(self, slot: int, lora_ranks: Mapping[Place, int]) -> None:
         for place, lora_rank in lora_ranks.items():
             self._lora_ranks[place][slot] = lora_rank
         self._slot_ranks[slot] = max(lora_ranks.values(), default=0)
+        self._slot_bytes[slot] = self._like.itemsize * sum(
+            lora_rank * sum(self._sizes[place[1]]) for place, lora_rank in lora_ranks.items()
+        )
         self._slices.clear()
         if self.is_static:
             column = torch.tensor([self._lora_ranks[place][slot] for place in self._rows], dtype=torch.int32)
             self._table[:, slot].copy_(on_its_way(column, self._table.device))
 
-    def _views(self, slot: int, lora_ranks: Mapping[Place, int]) -> list[Tensor]:
-        """A and B of each place in the slot, as far as these ranks reach."""
-        return [tensor[slot, :lora_rank] for place, lora_rank in lora_ranks.items() for tensor in self._pairs[place]]
+    def _views(self, slot: int, lora_ranks: Ranks) -> list[Tensor]:
+        """A and B of each place in the slot, as far as these ranks reach; remembered, for making them takes longer than
+        moving an adapter."""
+        found = self._kept_views.get((slot, lora_ranks))
+        if found is None:
+            if len(self._kept_views) >= _MAX_VIEWS:
+                self._kept_views.clear()
+            found = [tensor[slot, :lora_rank] for place, lora_rank in lora_ranks for tensor in self._pairs[place]]
+            self._kept_views[slot, lora_ranks] = found
+        return found
 
     def _pair(self, place: Place) -> tuple[Tensor, Tensor]:
         if place not in self._pairs:
@@ -189,6 +213,7 @@ class Transfer:
     def __init__(self, max_elements: int, like: Tensor) -> None:
         self._buffer = torch.empty(max_elements, dtype=like.dtype, device=like.device)
         self._is_cuda = like.device.type == "cuda"
+        self._parts: tuple[Ranks, list[Tensor]] = ((), [])  # of the last adapter's kind
         if self._is_cuda:
             self._stream = torch.cuda.Stream(like.device)
             self._arrived, self._placed = torch.cuda.Event(), torch.cuda.Event()
@@ -205,8 +230,9 @@ class Transfer:
             current.wait_event(self._arrived)
         else:
             arrived.copy_(packed.flat)
-        shapes = [target.shape for target in targets]
-        torch._foreach_copy_(targets, _unpacked(arrived, shapes))
+        if self._parts[0] != packed.ranks:
+            self._parts = packed.ranks, _unpacked(arrived, [target.shape for target in targets])
+        torch._foreach_copy_(targets, self._parts[1])
         if self._is_cuda:
             self._placed.record()
 

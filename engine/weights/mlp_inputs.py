@@ -27,7 +27,7 @@ class _Watched(RmsNorm):
         self.weight, self.eps = norm.weight, norm.eps
         self.mean: Tensor | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         y = super().__call__(x, residual)
         self.mean = y.float().mean(0)
         return y

@@ -14,6 +14,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,9 +22,10 @@ import torch
 from engine.config import EngineConfig
 from engine.cuda_runner import CudaRunner
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
-from ops.bench.gpu_engine_checks import run_checks
+from ops.bench.gpu_engine_checks import check_logits_are_those_of_the_reference, run_checks
 from ops.bench.random_model import random_adapter, random_decoder
 
 # out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
@@ -37,17 +39,19 @@ RANK = 16
 class Bench:
     """One model with its adapters in host memory, and an Engine over it."""
 
-    def __init__(self, shape: str, device: torch.device, num_adapters: int, small: bool) -> None:
+    def __init__(
+        self, shape: str, device: torch.device, num_adapters: int, small: bool, decoder: Decoder | None = None
+    ) -> None:
         begin = time.perf_counter()
         self.shape, self.device, self.small = shape, device, small
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.decoder = random_decoder(shape, device, dtype)
+        self.decoder = decoder or random_decoder(shape, device, dtype)
         self.sizes = EngineConfig(
             num_blocks=2048 if small else 16384,
             context_tokens=2048 if small else 8192,
             max_step_tokens=512 if small else 8192,
             max_running=256,
-            adapter_slots=max(1, num_adapters),
+            adapter_slots=num_adapters,
             max_lora_rank=RANK,
             host_adapter_bytes=64 << 30,
         )
@@ -90,12 +94,16 @@ class Bench:
         self.step_ms, self.kind_s = [], {"": 0.0, "prefill": 0.0, "mixed": 0.0, "decode": 0.0}
         self.sync()
         begin = last = time.perf_counter()
+        first: dict[str, float] = {}
         while self.engine.has_work:
-            stats = self.engine.step().stats
-            now = time.perf_counter()
+            result = self.engine.step()
+            stats, now = result.stats, time.perf_counter()
+            for delta in result.deltas:
+                first.setdefault(delta.request_id, now - begin)
             self.step_ms.append((now - last) * 1e3)
             self.kind_s[stats.kind if stats.num_tokens else ""] += now - last
             last = now
+        self.first_s = sorted(first.values())
         return last - begin
 
 
@@ -112,7 +120,8 @@ def throughput(bench: Bench, names: list[str], num: int, prompt_tokens: int, new
     decode = statistics.median(bench.step_ms)
     by_kind = dict(bench.kind_s)
     return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms),
-            "seconds_by_kind": by_kind, "median_step_ms": decode}  # fmt: skip
+            "ttft_p95_s": bench.first_s[len(bench.first_s) * 95 // 100], "seconds_by_kind": by_kind,
+            "median_step_ms": decode}  # fmt: skip
 
 
 def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, new_tokens: int = 129) -> dict:
@@ -181,13 +190,39 @@ def prefill_profile(bench: Bench, names: list[str], out: Path, label: str, num: 
 
 def by_hand(bench: Bench, names: list[str]) -> dict:
     """Decode steps of 32 without graphs: what a step costs that no graph holds."""
-    graphs, bench.runner._graphs = bench.runner._graphs, None
+    graphs, bench.runner._decodes = bench.runner._decodes, None
     try:
         result = tpot(bench, names, 1, new_tokens=33)
         host_times(bench, names)
     finally:
-        bench.runner._graphs = graphs
+        bench.runner._decodes = graphs
     return result
+
+
+def flatness(bench: Bench) -> dict:
+    """ms per token of 32 sequences by how they spread over adapters: over 8 evenly and unevenly (equal bytes), and one,
+    Zipf's over 32, all distinct (as many bytes as are in use)."""
+    spreads = {
+        "8 evenly": [index % 8 for index in range(32)],
+        "8 unevenly": [0] * 14 + [1] * 6 + [2] * 4 + [3] * 3 + [4] * 2 + [5, 6, 7],
+        "identical": [0] * 32,
+        "zipf": sorted(min(31, int(32 ** (index / 31)) - 1) for index in range(32)),
+        "distinct": list(range(32)),
+    }
+    found = {}
+    for name, indices in spreads.items():
+        result = tpot(bench, [f"a{index}" for index in indices], 3, new_tokens=65)
+        found[name] = {"distinct": len(set(indices)), "step_ms": result["step_ms"]}
+    return found
+
+
+def unused_lora(bench: Bench) -> dict:
+    """ms a step of 32 base sequences, in turn: an engine without slots, and this one with slots that nobody uses."""
+    bare = Bench(bench.shape, bench.device, 0, bench.small, bench.decoder)
+    pairs = [(tpot(one, [""], 1, new_tokens=65)["step_ms"], tpot(two, [""], 1, new_tokens=65)["step_ms"])
+             for one, two in [(bare, bench)] * 7]  # fmt: skip
+    without, unused = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {"without_ms": without, "unused_ms": unused, "cost": unused / without - 1}
 
 
 def hot_load(bench: Bench) -> dict:
@@ -275,7 +310,11 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
 
     def build() -> dict:
         holder.append(Bench(shape, device, num_adapters, small))
-        return {"loaded_s": holder[0].loaded_s, "built_s": holder[0].built_s, "gpu_bytes": memory(device)}
+        holder[0].fill(1, 64, 1, [""])
+        holder[0].drain()
+        since_start = time.time() - Path("/proc/self").stat().st_ctime
+        return {"loaded_s": holder[0].loaded_s, "built_s": holder[0].built_s, "first_token_s": since_start,
+                "gpu_bytes": memory(device)}  # fmt: skip
 
     report.section(f"{shape} build", build)
     if not holder:
@@ -303,6 +342,13 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
             )
         if "by_hand" in sections and num != counts[1]:
             report.section(f"{shape} by hand {num}", lambda names=names: by_hand(bench, names))
+    if "long" in sections:
+        report.section(f"{shape} 4k 0", lambda: tpot(bench, [""], 1, prompt_tokens=3968))
+        report.section(f"{shape} 4k 64", lambda: tpot(bench, adapters(counts[2]), 1, prompt_tokens=3968))
+    if "flat" in sections:
+        report.section(f"{shape} flatness", lambda: flatness(bench))
+    if "unused" in sections:
+        report.section(f"{shape} unused adapters", lambda: unused_lora(bench))
     if "load" in sections:
         report.section(f"{shape} hot load", lambda: hot_load(bench))
     summary(report.results, shape, counts)
@@ -327,7 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama8b,qwen06b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", default="tpot,throughput,profile")
+    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")
@@ -337,6 +383,11 @@ def main() -> None:
     report = Report(options.out, options.seconds, options.rounds)
     if "checks" in options.sections:
         report.section("checks", run_checks)
+    if "teacher" in options.sections:
+        for shape in options.shape.split(","):
+            check = partial(check_logits_are_those_of_the_reference, shape, 12, 0.9)
+            report.section(f"{shape} eight rows against fp32", check)
+            torch.cuda.empty_cache()
     for shape in options.shape.split(","):
         measure_shape(report, shape, torch.device(options.device), set(options.sections.split(",")), options.small)
         torch.cuda.empty_cache()

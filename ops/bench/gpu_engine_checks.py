@@ -126,9 +126,9 @@ def make_runner(name: str, num_slots: int, *, has_graphs: bool = True) -> tuple[
     config = random_config(name)
     weights = random_weights(config, device, torch.bfloat16)
     runner = CudaRunner(Decoder(config, weights), sizes(num_slots), has_graphs=has_graphs)
+    runner.warm()
     for slot in range(num_slots):
         runner.load_slot(slot, runner.prepare(adapter(config, slot)))
-    runner.warm()
     return runner, weights
 
 
@@ -136,7 +136,9 @@ def adapter(config: ModelConfig, seed: int) -> AdapterWeights:
     return random_adapter(config, (4, 8, 16)[seed % 3], seed, torch.device("cuda"))
 
 
-def check_logits_are_those_of_the_reference(name: str = "tiny", num_tokens: int = 24) -> dict[str, float]:
+def check_logits_are_those_of_the_reference(
+    name: str = "tiny", num_tokens: int = 24, least_argmax: float = 0.95
+) -> dict[str, float]:
     """Teacher-forced, bf16 against fp32: the tokens of eight rows, two without an adapter, prefilled and decoded."""
     runner, weights = make_runner(name, 6)
     config = random_config(name)
@@ -163,7 +165,7 @@ def check_logits_are_those_of_the_reference(name: str = "tiny", num_tokens: int 
             total += 1
     mean = float(torch.stack(differences).mean())
     assert mean < 0.3, f"mean |difference| of log-probabilities {mean}"
-    assert same / total >= 0.95, f"argmax agrees in {same} of {total}"
+    assert same / total >= least_argmax, f"mean difference {mean}, argmax agrees in {same} of {total}"
     return {"mean_difference": mean, "argmax": same / total}
 
 
@@ -172,7 +174,7 @@ def check_replay_equals_launching_with_changing_adapters(name: str = "tiny") -> 
     replayed, _ = make_runner(name, 6)
     launched, _ = make_runner(name, 6, has_graphs=False)
     config = random_config(name)
-    lengths = [3 + 11 * number for number in range(NUM_ROWS)]
+    lengths = [34 + 4 * number for number in range(NUM_ROWS)]  # 384 in all, a size of the graphs: nothing is filled up
     one, two = (Rows(config, lengths, logprobs=3) for _ in range(2))
     draw = random.Random(3)
     for step in range(NUM_STEPS):

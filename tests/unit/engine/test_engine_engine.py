@@ -4,6 +4,7 @@ import pytest
 from arithmetic_peer import EOS, ArithmeticRunner, Driver, Weights, expected_output, make_engine, submit
 
 from engine import wire
+from engine.device_counters import DeviceCounters
 from engine.engine import Engine
 from engine.errors import Busy, InvalidRequest, TooLong
 
@@ -499,3 +500,22 @@ def test_each_metric_moves_when_what_it_counts_happens():
     assert (
         after["tenora_step_seconds_bucket", "kind=decode,le=+Inf"] == after["tenora_step_seconds_count", "kind=decode"]
     )
+
+
+def test_a_device_tells_its_fallbacks_and_how_much_of_its_memory_it_used():
+    engine, runner = make_engine()
+    runner.device_counters = counters = DeviceCounters(peak_bytes_s=1e9)
+    engine = Engine(engine.config, runner, clock=runner.clock)
+    driver = Driver(engine)
+    driver.add(submit("r", PROMPT, 4, ignore_eos=True))
+    counters.num_bytes += 700
+    counters.fallbacks["graph", "experts"] += 2
+    counters.shapes["decode 8"] += 3
+
+    driver.run()
+
+    told = values(engine)
+    assert told["tenora_fallbacks_total", "kind=graph,reason=experts"] == 2
+    assert told["tenora_fallbacks_total", "kind=kernel,reason=head_size"] == 0
+    assert told["tenora_batch_shape_total", "bucket=decode 8"] == 3
+    assert told["tenora_memory_bandwidth_ratio", ""] == pytest.approx(700 / engine.stats.account_ns["attributed"])

@@ -22,8 +22,9 @@ def decode(seq_id: int, tokens: list[int], blocks: list[int], slot: int = -1) ->
 def filled(chunks: list[Chunk], ahead: dict[int, int]) -> tuple[Layout, list[np.ndarray]]:
     layout = Layout(DecodeShape(4, 64, 4, 4, 2, CPU))
     numbers = np.full(layout.length, 77, dtype=np.int32)
-    layout.fill(numbers, chunks, ahead, EMPTY_SLOT, with_lora=True)
-    return layout, [numbers[place] for place in layout.places]
+    parts = [numbers[place] for place in layout.places]
+    layout.fill(parts, chunks, ahead, EMPTY_SLOT, with_lora=True)
+    return layout, parts
 
 
 def test_a_step_stands_in_memory_and_what_is_left_over_reads_and_writes_nothing():
@@ -42,7 +43,8 @@ def test_a_batch_over_the_memory_sees_the_step_that_stands_there():
     tables = torch.zeros(4, 16, dtype=torch.int32)
     batch = layout.batch(memory, tables, EMPTY_SLOT, 16)
 
-    layout.fill(memory.numpy(), [decode(1, [5, 6, 7], [3], slot=2)], {}, EMPTY_SLOT, with_lora=True)
+    parts = [memory.numpy()[place] for place in layout.places]
+    layout.fill(parts, [decode(1, [5, 6, 7], [3], slot=2)], {}, EMPTY_SLOT, with_lora=True)
 
     assert batch.token_ids.tolist() == [7, 0, 0, 0]
     assert batch.attention.work.contexts.tolist() == [3, 0, 0, 0]
