@@ -1,8 +1,8 @@
 """The framework's traps that we met, each with what shows that we aren't in it.
 
 Elsewhere: a 100,000-deep body of a completion is 400 (``test_e2e_bad_input``); a settlement goes on when its request is
-cancelled (``test_gateway_money``); callers who leave (``test_gateway_http``); uploads past the framework's limit of 10 MB
-(``test_e2e_uploads``).
+cancelled (``test_gateway_money``); callers who leave (``test_gateway_http``); uploads past the framework's limit of
+10 MB (``test_e2e_uploads``).
 """
 
 import json
