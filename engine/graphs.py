@@ -8,6 +8,7 @@ A step fills one pinned array and copies it; what a smaller batch leaves over co
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class DecodeGraphs:
     """``drawn`` [most sequences] int64 is where steps leave the tokens that they draw. Not thread-safe."""
 
     def __init__(
-        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: tuple[int, int]
+        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: Any
     ) -> None:
         self._model, self._kv, self._slots, self.drawn = model, kv, slots, drawn
         self.sizes = graph_sizes(config.max_sequences)

@@ -7,6 +7,7 @@ Without that, such a step takes as long as the host needs for some six hundred l
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class PieceGraphs:
     """``drawn`` is where the step ahead has left its tokens. Not thread-safe."""
 
     def __init__(
-        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: tuple[int, int]
+        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: Any
     ) -> None:
         self._model, self._kv, self._slots, self._drawn, self._pool = model, kv, slots, drawn, pool
         self._ranks = rank_bounds(config)
@@ -102,10 +103,10 @@ class PieceGraphs:
         tokens[:], positions[:], mapping[:] = 0, 0, -1
         fill_segments(segments, [], size, self._slots.num_slots)
         self._numbers.send()
-        *numbers, segments = (self._numbers.memory[place] for place in _places(size))
+        ids, places, slots, segments = (self._numbers.memory[place] for place in _places(size))
         lora = CapturedSgmv(segments, size, self._slots.num_slots) if rank else None
-        nothing = plan_attention(numbers[0][None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
-        batch = Batch(*numbers, replace(nothing), lora, numbers[0])
+        nothing = plan_attention(ids[None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
+        batch = Batch(ids, places, slots, replace(nothing), lora, ids)
         work = _Work(
             self._model, self._kv, self._drawn, self._buffers.first(size), batch, LoraStep(self._slots, lora, rank)
         )

@@ -1,12 +1,13 @@
 """The public API as a Litestar app over the parts of a running gateway."""
 
 import logging
+from typing import cast
 
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.handlers import HTTPRouteHandler
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, HTTPScope
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.access import undeclared
@@ -57,7 +58,7 @@ def _api_error(_: Request, error: ApiError) -> Response:
 
 
 def _framework_error(request: Request, error: HTTPException) -> Response:
-    method = call_of(request.scope).scope["method"]
+    method = cast(HTTPScope, call_of(request.scope).scope)["method"]
     if isinstance(error, NotFoundException):
         told = ApiError(f"Unknown request URL: {method} {request.url.path}.", code="not_found")
     elif isinstance(error, MethodNotAllowedException):

@@ -4,6 +4,8 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from engine.wire_adapters import Tier
+
 Item = TypeVar("Item")
 Seconds: TypeAlias = Annotated[int, Meta(ge=0, description="Unix seconds")]
 Nanoseconds: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -67,7 +69,7 @@ class Residency(Struct, frozen=True):
     """The tiers of one engine that hold the weights; none: it will fetch them."""
 
     replica: str
-    tiers: list[str]
+    tiers: list[Tier]
 
 
 class LiveVersion(AdapterBody, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ class LoraSlots:
         assert 0 <= slot < self.num_slots, slot
         if self._slot_ranks[slot]:
             held = tuple((place, ranks[slot]) for place, ranks in self._lora_ranks.items() if ranks[slot])
-            torch._foreach_zero_(self._views(slot, held))
+            torch._foreach_zero_(self._views(slot, held))  # pyright: ignore[reportPrivateImportUsage]
             self._set_ranks(slot, dict.fromkeys(dict(held), 0))
 
     def rehearse(self) -> None:
@@ -232,7 +232,7 @@ class Transfer:
             arrived.copy_(packed.flat)
         if self._parts[0] != packed.ranks:
             self._parts = packed.ranks, _unpacked(arrived, [target.shape for target in targets])
-        torch._foreach_copy_(targets, self._parts[1])
+        torch._foreach_copy_(targets, self._parts[1])  # pyright: ignore[reportPrivateImportUsage]
         if self._is_cuda:
             self._placed.record()
 

@@ -59,7 +59,7 @@ def _qk_rope_kv(
         mask = (i_heads < KV_HEADS)[:, None] & m_half[None, :] & (i_slot >= 0)
         p_from = p_values + i_token * stride_value + i_heads[:, None] * stride_value_head + o_half[None, :]
         p_to = p_value_cache + (i_slot * KV_HEADS + i_heads[:, None]) * HEAD_DIM + o_half[None, :]
-        for half in tl.static_range(2):
+        for half in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
             b_values = tl.load(p_from + half * (HEAD_DIM // 2), mask=mask, other=0.0)
             tl.store(p_to + half * (HEAD_DIM // 2), b_values.to(p_value_cache.dtype.element_ty), mask=mask)
         return
@@ -76,7 +76,7 @@ def _qk_rope_kv(
     b_sines = tl.load(p_angles + HEAD_DIM, mask=m_half, other=0.0)[None, :]
     if NORMS:
         p_norm = p_key_norm if is_key else p_query_norm
-        b_first, b_second = _normalised(
+        b_first, b_second = _normalised(  # pyright: ignore[reportGeneralTypeIssues]
             b_first, b_second, p_norm, o_half, m_half, eps, HEAD_DIM, p_heads.dtype.element_ty
         )
     b_turned = b_first * b_cosines - b_second * b_sines

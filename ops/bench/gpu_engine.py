@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -128,7 +129,8 @@ def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, n
     """vLLM's way: (time of 129 tokens − time of 1) / 128 with 32 sequences, median after a warm-up."""
     bench.fill(32, prompt_tokens, new_tokens, names)
     bench.drain()
-    found = []
+    found: list[float] = []
+    decode: list[float] = []
     for _ in range(rounds):
         bench.fill(32, prompt_tokens, new_tokens, names)
         whole = bench.drain()
@@ -160,7 +162,7 @@ def profile(
         bench.sync()
     wall_ms = (time.perf_counter() - begin) * 1e3 / 4
     bench.drain()
-    events = [event for event in seen.events() if "CUDA" in str(event.device_type)]
+    events = [event for event in seen.events() or [] if "CUDA" in str(event.device_type)]
     totals: dict[str, list[float]] = {}
     for event in events:
         entry = totals.setdefault(event.name, [0.0, 0])
@@ -190,12 +192,13 @@ def prefill_profile(bench: Bench, names: list[str], out: Path, label: str, num: 
 
 def by_hand(bench: Bench, names: list[str]) -> dict:
     """Decode steps of 32 without graphs: what a step costs that no graph holds."""
-    graphs, bench.runner._decodes = bench.runner._decodes, None
+    runner = cast(CudaRunner, bench.runner)
+    graphs, runner._decodes = runner._decodes, None
     try:
         result = tpot(bench, names, 1, new_tokens=33)
         host_times(bench, names)
     finally:
-        bench.runner._decodes = graphs
+        runner._decodes = graphs
     return result
 
 
@@ -277,7 +280,8 @@ def host_times(bench: Bench, names: list[str]) -> dict:
     wall = (time.perf_counter() - begin) / 40 * 1e3
     bench.drain()
     stats = pstats.Stats(watch)
-    rows = sorted(((value[3], value[2], value[0], key) for key, value in stats.stats.items()), reverse=True)[:40]
+    calls_of = stats.stats  # pyright: ignore[reportAttributeAccessIssue]
+    rows = sorted(((value[3], value[2], value[0], key) for key, value in calls_of.items()), reverse=True)[:40]
     for cumulative, own, calls, key in rows:
         name = f"{Path(key[0]).name}:{key[2]}"
         print(f"{cumulative / 40 * 1e3:8.3f} ms {own / 40 * 1e3:8.3f} own {calls / 40:8.1f} x {name}")

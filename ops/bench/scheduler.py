@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -48,6 +49,9 @@ class InstantRunner:
         results = [ChunkResult(1 if chunk.samples else -1) for chunk in plan.chunks]
         self.spent_ns = time.thread_time_ns() - begin_ns
         return Computed(results)
+
+    def prepare(self, weights: object) -> NoReturn:
+        raise AssertionError("no adapters here")
 
     def load_slot(self, slot: int, weights: object) -> None:
         raise AssertionError("no adapters here")
