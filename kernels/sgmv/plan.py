@@ -1,11 +1,15 @@
 """Which rows belong to which slot, cut into tiles once a step for all layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.upload import upload
+from kernels.tiles import tiles
+from kernels.upload import spans, upload
 
 TILE_ROWS = 4  # rows of one slot that are multiplied together; fixed, so that the same kernel takes them always
 RANK_MULTIPLE = 8  # see reference.py
@@ -38,7 +42,7 @@ class Group:
 @dataclass(frozen=True)
 class Segments:
     """For the GPU: ``rows`` [rows with a slot] int32, sorted by slot, and ``table`` [segments, 4] int32: where in
-    ``rows`` a segment begins, its number of rows, its slot, 0."""
+    ``rows`` a segment begins, its number of rows (0: none, of a captured step with fewer segments), its slot, 0."""
 
     rows: Tensor
     table: Tensor
@@ -46,11 +50,14 @@ class Segments:
 
 @dataclass(frozen=True)
 class SgmvPlan:
-    """A step's rows by slot. Made by ``plan_sgmv``."""
+    """A step's rows by slot, of ``plan_sgmv``; or of ``captured_plan``: no rank in use is above ``captured_rank``, and
+    the caller fills the one list of segments, ``given``."""
 
     num_rows: int
     rows_of_slot: dict[int, list[int]]
     device: torch.device
+    captured_rank: int = 0
+    given: Segments | None = None
     _groups: dict[tuple[int, ...], tuple[Group, ...]] = field(default_factory=dict)
     _segments: dict[int, Segments] = field(default_factory=dict)
 
@@ -61,14 +68,11 @@ class SgmvPlan:
         return self._segments[most_rows]
 
     def _make_segments(self, most_rows: int) -> Segments:
-        rows: list[int] = []
-        table: list[int] = []
-        for slot in sorted(self.rows_of_slot):
-            own = self.rows_of_slot[slot]
-            for first in range(0, len(own), most_rows):
-                table += (len(rows) + first, min(most_rows, len(own) - first), slot, 0)
-            rows += own
-        on_device = upload([rows, table], self.device)
+        row_slots = np.full(self.num_rows, -1)
+        for slot, own in self.rows_of_slot.items():
+            row_slots[own] = slot
+        rows, table = cut_rows(row_slots, most_rows)
+        on_device = upload([rows, table.ravel()], self.device)
         return Segments(on_device[0], on_device[1].view(-1, 4))
 
     def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
@@ -122,3 +126,64 @@ def plan_sgmv(row_slots: list[int], device: torch.device) -> SgmvPlan:
         if slot >= 0:
             rows_of_slot.setdefault(slot, []).append(row)
     return SgmvPlan(len(row_slots), rows_of_slot, device)
+
+
+def cut_rows(row_slots: NDArray[np.integer], most_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The slot of each row, -1 = none → ``rows`` and ``table`` of Segments of at most ``most_rows`` rows."""
+    rows = row_slots.argsort(kind="stable")
+    rows = rows[row_slots[rows] >= 0]
+    slots = row_slots[rows]
+    first = np.flatnonzero(np.diff(slots, prepend=-1))
+    lengths = np.diff(first, append=len(slots))
+    pieces = -(-lengths // most_rows)
+    owner = np.repeat(np.arange(len(first)), pieces)
+    begin = (np.arange(len(owner)) - (pieces.cumsum() - pieces)[owner]) * most_rows
+    count = np.minimum(lengths[owner] - begin, most_rows)
+    return rows, np.stack((first[owner] + begin, count, slots[first][owner], np.zeros_like(count)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvShape:
+    """What a captured step has: ``num_rows`` rows, slots of ranks up to ``max_rank``."""
+
+    num_rows: int
+    max_rank: int
+    device: torch.device
+
+    @property
+    def segment_rows(self) -> int:
+        return tiles("sgmv_vector", self.device, tokens=self.num_rows, rank=self.max_rank)["segment_rows"]
+
+    def places(self) -> list[slice]:
+        """Of rows and table; every row may have a slot of its own."""
+        return spans([self.num_rows, 4 * self.num_rows])
+
+
+def plan_numbers(shape: SgmvShape) -> int:
+    """Length of the arrays of ``fill_plan``, in int32."""
+    return shape.places()[-1].stop
+
+
+def fill_plan(out: NDArray[np.int32], row_slots: Sequence[int], shape: SgmvShape) -> None:
+    """A step's lists into ``out`` [plan_numbers]: the slots of its first rows, -1 = none as for the rows that are
+    missing."""
+    assert out.shape == (plan_numbers(shape),), (out.shape, plan_numbers(shape))
+    assert len(row_slots) <= shape.num_rows, (len(row_slots), shape)
+    rows, table = cut_rows(np.asarray(row_slots, dtype=np.int64), shape.segment_rows)
+    for place, numbers in zip(shape.places(), (rows, table.ravel()), strict=True):
+        out[place][: len(numbers)] = numbers
+        out[place][len(numbers) :] = 0
+
+
+def captured_plan(memory: Tensor, shape: SgmvShape) -> SgmvPlan:
+    """The plan over ``memory`` [plan_numbers] int32 on the device, whose contents are a later step's at every replay.
+
+    It serves any mix of adapters up to ``max_rank`` whose slices have a ``rank_table``. For the GPU only; run the step
+    once before it is captured.
+    """
+    assert memory.shape == (plan_numbers(shape),), (memory.shape, plan_numbers(shape))
+    assert memory.dtype == torch.int32, memory.dtype
+    rows, table = (memory[place] for place in shape.places())
+    return SgmvPlan(
+        shape.num_rows, {}, memory.device, captured_rank=shape.max_rank, given=Segments(rows, table.view(-1, 4))
+    )

@@ -1,6 +1,7 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
-"""Two launches for all slices of a projection: shrink stores its sums over parts of ``in`` (split-K), expand adds
-them in their order, multiplies by B and adds the result to y. No atomics, nothing to clear before.
+"""For prompts; a decode takes triton_vector.py. Two launches for all slices of a projection: shrink stores its sums
+over parts of ``in`` (split-K), expand adds them in their order, multiplies by B and adds the result to y. No atomics,
+nothing to clear before.
 
 Rows stand sorted by slot in segments of at most BLOCK_M of one slot (plan.py); a slot is read at its own rank. The
 shrunk row is split into two numbers of the weights' dtype, so that the tensor cores lose nothing of it.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sgmv import LoraSlice
+from kernels.sgmv import LoraSlice, triton_vector
 from kernels.sgmv.plan import Segments, SgmvPlan
 from kernels.tiles import power_of_2, tiles
 
@@ -150,13 +151,26 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
         assert part.b.is_contiguous(), part.b.stride()
         assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
     assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
-    lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
-    if not lora_rank:
+    table = _slice_table(tuple(map(_slice_row, slices)), x.device)
+    if plan.given is not None:
+        assert all(part.rank_table is not None for part in slices), "a captured step reads ranks from the device"
+        triton_vector.sgmv(y, x, slices, plan.given, table, plan.captured_rank)
         return
+    lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
+    form = tiles("sgmv_form", x.device, tokens=plan.num_rows)
+    if lora_rank and form["is_vector"] and lora_rank <= triton_vector.MAX_RANK:
+        rows = tiles("sgmv_vector", x.device, tokens=plan.num_rows, rank=lora_rank)["segment_rows"]
+        triton_vector.sgmv(y, x, slices, plan.segments(rows), table, lora_rank)
+    elif lora_rank:
+        _by_matrices(y, x, slices, plan, table, lora_rank)
+
+
+def _by_matrices(
+    y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int
+) -> None:
     shrink = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
     expand = tiles("sgmv_expand", x.device, tokens=plan.num_rows, rank=lora_rank)
     segments = plan.segments(shrink["block_m"])
-    table = _slice_table(tuple(map(_slice_row, slices)), x.device)
     block_r = max(16, power_of_2(lora_rank))
     shape = (len(slices), shrink["split"], len(segments.rows), block_r)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)

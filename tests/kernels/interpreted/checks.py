@@ -18,7 +18,10 @@ from kernels.qk_rope_kv import reference as qk_rope_kv_reference
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
-from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.sgmv import LoraSlice, SgmvPlan, SgmvShape, plan_sgmv
+from kernels.sgmv import captured_plan as captured_sgmv_plan
+from kernels.sgmv import fill_plan as fill_sgmv
+from kernels.sgmv import plan_numbers as sgmv_numbers
 from kernels.silu_mul import reference as silu_mul_reference
 from kernels.testing import (
     NAN,
@@ -248,7 +251,24 @@ def lora_slices(
     return slices
 
 
-def check_sgmv(kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype) -> None:
+def captured_sgmv(
+    slots: list[int], slices: list[LoraSlice], room: int, max_rank: int
+) -> tuple[list[LoraSlice], SgmvPlan]:
+    """The slices with their ranks in memory alone, and a plan over filled memory for ``room`` rows more."""
+    shape = SgmvShape(len(slots) + room, max_rank, torch.device("cpu"))
+    memory = torch.full((sgmv_numbers(shape),), 2**30, dtype=torch.int32)  # what a step before might have left there
+    fill_sgmv(memory.numpy(), slots, shape)
+    tables = [torch.tensor(part.lora_ranks, dtype=torch.int32) for part in slices]
+    slices = [LoraSlice(part.a, part.b, (), part.start, table) for part, table in zip(slices, tables, strict=True)]
+    return slices, captured_sgmv_plan(memory, shape)
+
+
+def check_sgmv(
+    kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype, room: int | None = None
+) -> None:
+    """With ``room`` through a captured plan."""
+    real = len(slots)
+    slots = slots + [-1] * (room or 0)
     num_columns = slices[-1].start + slices[-1].b.shape[2]
     x = sliced(len(slots), slices[0].a.shape[2], dtype=dtype)
     y = draw(len(slots), num_columns, dtype=dtype, seed=9)
@@ -260,6 +280,10 @@ def check_sgmv(kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dt
             columns = slice(part.start, part.start + part.b.shape[2])
             expected[row, columns] += lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
             touched[row, columns] = True
-    kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    if room is None:
+        kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    else:
+        given, plan = captured_sgmv(slots[:real], slices, room, 64)
+        kernel.sgmv(y, x, given, plan)
     assert torch.equal(y[~touched], before[~touched])
     assert_matches_reference(y[touched], expected[touched])
