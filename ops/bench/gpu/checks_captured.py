@@ -1,0 +1,199 @@
+"""Checks of what a captured step runs: plans over memory, groups, and the fused small ops."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.paged_attention import (
+    DecodeShape,
+    PrefixGroup,
+    captured_plan,
+    fill_plan,
+    paged_attention,
+    plan_numbers,
+    prefix_groups,
+)
+from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope, rope_table
+from kernels.sgmv import LoraSlice, SgmvShape, plan_sgmv, sgmv
+from kernels.sgmv import captured_plan as captured_sgmv
+from kernels.sgmv import fill_plan as fill_sgmv
+from kernels.sgmv import plan_numbers as sgmv_numbers
+from kernels.silu_mul import silu_mul
+from kernels.store_kv import store_kv
+from ops.bench.gpu.checks import DEVICE, LIMITS, SHAPES, Batch, random, require, sliced
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+def silu_mul_against_float64() -> None:
+    for dtype in LIMITS:
+        for num_rows, size in ((1, 97), (64, 14336), (1000, 1536), (7, 1 << 20)):
+            x = sliced(num_rows, 2 * size, dtype=dtype)
+            gate, up = x.double().chunk(2, -1)
+            require(silu_mul(x), torch.nn.functional.silu(gate) * up, f"silu_mul {num_rows} {size} {dtype}")
+
+
+def qk_rope_kv_is_its_parts() -> None:
+    """Bit by bit the norm, rope and store of the other kernels, whose checks are against float64; slots of -1."""
+    for dtype in LIMITS:
+        for num_heads, num_kv_heads, head_dim in SHAPES:
+            for num_rows in (1, 64, 1000):
+                _qk_rope_kv(num_rows, (num_heads, num_kv_heads, head_dim), dtype)
+
+
+def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    x = sliced(num_rows, num_heads + num_kv_heads, head_dim, dtype=dtype)
+    values = sliced(num_rows, num_kv_heads, head_dim, dtype=dtype)
+    table = rope_table(1e4 ** (-torch.arange(0, head_dim, 2, device=DEVICE) / head_dim), 9000)
+    positions = torch.randperm(9000, device=DEVICE)[:num_rows]
+    caches = [random(num_rows // 16 + 2, 16, num_kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    slots = torch.randperm(len(caches[0]) * 16, device=DEVICE)[:num_rows]
+    slots[1::5] = -1
+    expected = [cache.clone() for cache in caches]
+    kept = slots >= 0
+    for norms in (None, HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype), 1e-6)):
+        queries = qk_rope_kv(x, values, positions, table, *caches, slots, norms)
+        if norms is not None:
+            x = torch.cat(
+                (rms_norm(x[:, :num_heads], norms.query, 1e-6), rms_norm(x[:, num_heads:], norms.key, 1e-6)), 1
+            )
+        turned = rope(x, positions, table)
+        store_kv(turned[kept][:, num_heads:], values[kept].contiguous(), expected[0], expected[1], slots[kept])
+        what = f"qk_rope_kv {num_rows} {heads} {dtype} norms {norms is not None}"
+        for out, wanted in zip((queries, *caches), (turned[:, :num_heads], *expected), strict=True):
+            if norms is None:
+                assert torch.equal(out, wanted), what
+            else:  # the mean is added up in another order
+                require(out, wanted.double(), what)
+
+
+def captured_decode_follows_its_memory() -> None:
+    """One graph, steps of other lengths and of fewer sequences: the bits of the same step without a graph."""
+    for heads, window, queries in ((SHAPES[0], None, 1), (SHAPES[1], 700, 1), (SHAPES[0], None, 4)):
+        shape = DecodeShape(24, 21_000, 16, heads[0], heads[1], DEVICE, queries, window)
+        host = np.full(plan_numbers(shape), 2**30, dtype=np.int32)
+        memory, tables = torch.zeros(len(host), dtype=torch.int32, device=DEVICE), None
+        for step in range(3):
+            ends = torch.randint(queries, 6000, (24 - step,)).tolist() + [20_011] * step
+            batch = Batch([(end - queries, end) for end in ends], heads, 16, window, torch.bfloat16)
+            fill_plan(host, ends, shape)
+            memory.copy_(torch.from_numpy(host))
+            if tables is None:
+                tables = torch.zeros(24, 1400, dtype=torch.int32, device=DEVICE)
+                plan = captured_plan(memory, tables, shape)
+                keys, values = (
+                    torch.full((20_000, *batch.keys.shape[1:]), float("nan"), device=DEVICE).bfloat16()
+                    for _ in range(2)
+                )
+                asked = torch.zeros(24 * queries, heads[0], heads[2], device=DEVICE, dtype=torch.bfloat16)
+                run = lambda: paged_attention(asked, keys, values, plan, scale=batch.scale)  # noqa: E731, B023
+                graph, out = captured(run)
+            tables.zero_()
+            tables[: len(ends), : batch.tables.shape[1]] = batch.tables.int()
+            keys[: len(batch.keys)], values[: len(batch.values)] = batch.keys, batch.values
+            asked[: len(batch.queries)] = batch.queries
+            graph.replay()
+            require(out[: len(batch.queries)], batch.expected(), f"captured decode {heads} step {step}")
+            if len(ends) == 24:
+                assert torch.equal(out, batch.run()), "captured and plain decode differ"
+
+
+def shared_batch(sizes: Sequence[tuple[int, int]], alone: int, heads: tuple[int, int, int]) -> tuple[Batch, list[int]]:
+    """Groups (members, shared tokens) of decodes, then some alone, in a mixed order: the batch, its order."""
+    ends, owner = [], []
+    for number, (members, tokens) in enumerate(sizes):
+        ends += torch.randint(tokens + 1, tokens + 1500, (members,)).tolist()
+        owner += [number] * members
+    ends += torch.randint(1, 3000, (alone,)).tolist()
+    batch = Batch([(end - 1, end) for end in ends], heads, 16, None, torch.bfloat16)
+    for number, (_, tokens) in enumerate(sizes):
+        first, *others = [index for index, one in enumerate(owner) if one == number]
+        for other in others:
+            stale = batch.tables[other, : tokens // 16].clone()
+            batch.keys[stale], batch.values[stale] = float("nan"), float("nan")
+            batch.tables[other, : tokens // 16] = batch.tables[first, : tokens // 16]
+            for mine, lent in zip(batch.own[other], batch.own[first], strict=True):
+                mine[:tokens] = lent[:tokens]
+    return batch, torch.randperm(len(ends)).tolist()
+
+
+def groups_equal_no_groups() -> None:
+    """Grouped, captured or not, against float64; the stale blocks of members are NaN; 20 times bit-equal."""
+    for heads in SHAPES[:3]:
+        batch, order = shared_batch([(40, 4096), (5, 528), (6, 1600)], 9, heads)
+        plan = batch.plan(order)
+        ends = [batch.spans[index][1] for index in order]
+        groups = prefix_groups(plan.block_tables.cpu().numpy(), ends, 16)
+        assert sorted(len(group.members) for group in groups) == [5, 6, 40], "groups are not found"
+        queries, expected = batch.queries[order], batch.expected()[order]
+        object.__setattr__(plan, "groups", groups)
+        run = lambda plan=plan: paged_attention(queries, batch.keys, batch.values, plan, scale=batch.scale)  # noqa: E731, B023
+        out = run()
+        require(out, expected, f"groups {heads}")
+        assert all(torch.equal(run(), out) for _ in range(20)), "launches differ"
+        shape = DecodeShape(len(ends), 8192, 16, heads[0], heads[1], DEVICE, has_groups=True)
+        host = np.full(plan_numbers(shape), 2**30, dtype=np.int32)
+        fill_plan(host, ends, shape, groups)
+        memory = torch.from_numpy(host).to(DEVICE)
+        graph, got = captured(lambda: run(captured_plan(memory, plan.block_tables, shape)))  # noqa: B023
+        graph.replay()
+        assert torch.equal(got, out), "captured and plain groups differ"
+        fill_plan(host, ends, shape, [PrefixGroup(groups[0].members[:7], groups[0].num_tokens // 2 // 16 * 16)])
+        memory.copy_(torch.from_numpy(host))
+        graph.replay()
+        require(got, expected, f"other groups {heads}")
+
+
+def captured_lora_follows_its_memory() -> None:
+    """One graph, steps of other mixes of adapters and of other ranks in the slots: the bits of no graph."""
+    sizes_out, ranks = (4096, 1024, 1024), [8, 16, 24, 64, 5, 1, 0, 40]
+    a, b = ([random(8, 64, size) / size**0.5 for size in sizes] for sizes in ((4096,) * 3, sizes_out))
+    tables = [torch.zeros(8, dtype=torch.int32, device=DEVICE) for _ in sizes_out]
+    starts = (0, 4096, 5120)
+    parts = [LoraSlice(*pair, (), start, table) for *pair, start, table in zip(a, b, starts, tables, strict=True)]
+    shape = SgmvShape(64, 64, DEVICE)
+    host = np.full(sgmv_numbers(shape), 2**30, dtype=np.int32)
+    memory = torch.zeros(len(host), dtype=torch.int32, device=DEVICE)
+    fill_sgmv(host, [-1], shape)
+    memory.copy_(torch.from_numpy(host))
+    x, y = random(64, 4096), random(64, 6144)
+    plan = captured_sgmv(memory, shape)
+
+    def run() -> Tensor:
+        sgmv(y, x, parts, plan)
+        return y
+
+    graph, _ = captured(run)
+    for step, some in enumerate(([row % 8 for row in range(64)], [3] * 40 + [-1] * 20, [-1, 7, 7, 0], [])):
+        own = [ranks[(slot + step) % 8] for slot in range(8)]
+        for table in tables:
+            table.copy_(torch.tensor(own))
+        fill_sgmv(host, some, shape)
+        memory.copy_(torch.from_numpy(host))
+        expected = y.clone()
+        slots = some + [-1] * (64 - len(some))
+        given = [LoraSlice(part.a, part.b, tuple(own), part.start) for part in parts]
+        sgmv(expected, x, given, plan_sgmv(slots, DEVICE))
+        graph.replay()
+        assert torch.equal(y, expected), f"captured and plain lora differ in step {step}"
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "silu_mul": silu_mul_against_float64,
+    "qk_rope_kv": qk_rope_kv_is_its_parts,
+    "captured decode": captured_decode_follows_its_memory,
+    "groups": groups_equal_no_groups,
+    "captured lora": captured_lora_follows_its_memory,
+}
