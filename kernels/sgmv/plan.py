@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.tiles import tiles
 from kernels.upload import spans, upload
 
 TILE_ROWS = 4  # rows of one slot that are multiplied together; fixed, so that the same kernel takes them always
@@ -51,18 +50,21 @@ class Segments:
 @dataclass(frozen=True)
 class SgmvPlan:
     """A step's rows by slot, of ``plan_sgmv``; or of ``captured_plan``: no rank in use is above ``captured_rank``, and
-    the caller fills the one list of segments, ``given``."""
+    the caller fills the one list of segments, ``given``, for one of the two forms (SgmvShape)."""
 
     num_rows: int
     rows_of_slot: dict[int, list[int]]
     device: torch.device
     captured_rank: int = 0
+    is_shared: bool = False
     given: Segments | None = None
     _groups: dict[tuple[int, ...], tuple[Group, ...]] = field(default_factory=dict)
     _segments: dict[int, Segments] = field(default_factory=dict)
 
     def segments(self, most_rows: int) -> Segments:
-        """Segments of at most ``most_rows`` rows; remembered."""
+        """Segments of at most ``most_rows`` rows (remembered), or those that are given."""
+        if self.given is not None:
+            return self.given
         if most_rows not in self._segments:
             self._segments[most_rows] = self._make_segments(most_rows)
         return self._segments[most_rows]
@@ -142,17 +144,20 @@ def cut_rows(row_slots: NDArray[np.integer], most_rows: int) -> tuple[NDArray[np
     return rows, np.stack((first[owner] + begin, count, slots[first][owner], np.zeros_like(count)), 1)
 
 
+SHARED_ROWS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class SgmvShape:
-    """What a captured step has: ``num_rows`` rows, slots of ranks up to ``max_rank``."""
+    """What a captured step has: ``num_rows`` rows, slots of ranks up to ``max_rank``.
+
+    ``is_shared`` is for steps with a few adapters of many rows each, whose rows go through the matrix units
+    SHARED_ROWS at a time; without it each row is by itself. Any mix may take either: they differ in time and last bits.
+    """
 
     num_rows: int
     max_rank: int
-    device: torch.device
-
-    @property
-    def segment_rows(self) -> int:
-        return tiles("sgmv_vector", self.device, tokens=self.num_rows, rank=self.max_rank)["segment_rows"]
+    is_shared: bool = False
 
     def places(self) -> list[slice]:
         """Of rows and table; every row may have a slot of its own."""
@@ -169,7 +174,7 @@ def fill_plan(out: NDArray[np.int32], row_slots: Sequence[int], shape: SgmvShape
     missing."""
     assert out.shape == (plan_numbers(shape),), (out.shape, plan_numbers(shape))
     assert len(row_slots) <= shape.num_rows, (len(row_slots), shape)
-    rows, table = cut_rows(np.asarray(row_slots, dtype=np.int64), shape.segment_rows)
+    rows, table = cut_rows(np.asarray(row_slots, dtype=np.int64), SHARED_ROWS if shape.is_shared else 1)
     for place, numbers in zip(shape.places(), (rows, table.ravel()), strict=True):
         out[place][: len(numbers)] = numbers
         out[place][len(numbers) :] = 0
@@ -185,5 +190,5 @@ def captured_plan(memory: Tensor, shape: SgmvShape) -> SgmvPlan:
     assert memory.dtype == torch.int32, memory.dtype
     rows, table = (memory[place] for place in shape.places())
     return SgmvPlan(
-        shape.num_rows, {}, memory.device, captured_rank=shape.max_rank, given=Segments(rows, table.view(-1, 4))
+        shape.num_rows, {}, memory.device, shape.max_rank, shape.is_shared, Segments(rows, table.view(-1, 4))
     )

@@ -1,6 +1,7 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
-    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,norm] [--no-variants]
+    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,norm,quantised]
+        [--checks NAMES] [--match CASES] [--no-variants]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
 later, go in processes beside each other (Triton's compiler takes one core each); the timing then has the GPU alone.
@@ -19,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("decode", "prefill", "lora", "norm")
+SECTIONS = ("decode", "prefill", "lora", "norm", "quantised")
 MOST_PROCESSES = 14
-TIMED_S = {"decode": 110, "prefill": 40, "lora": 110, "norm": 25}  # at most; what is left out is said
+TIMED_S = {"decode": 110, "prefill": 40, "lora": 110, "norm": 25, "quantised": 40}  # at most; what is left out is said
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "tenora_triton_cache"))
 
@@ -76,7 +77,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1, "quantised": 1}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
@@ -100,9 +101,10 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 
 
 def all_checks() -> dict[str, Callable[[], None]]:
-    from ops.bench.gpu import checks, checks_captured
+    from ops.bench.gpu import cases_quantised, checks, checks_captured
 
-    return {**checks.CHECKS, **checks_captured.CHECKS}
+    own = {"quantised": cases_quantised.quantised_linear_against_float64}
+    return {**checks.CHECKS, **checks_captured.CHECKS, **own}
 
 
 def run_check(name: str) -> int:
@@ -141,10 +143,15 @@ def warm(section: str, part: str, parts: str, *, match: str, variants_too: bool)
 
 def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, dict[str, dict[str, int]], Any]]:
     from ops.bench.gpu.cases import cases
-    from ops.bench.gpu.cases_captured import captured_cases
+    from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
+    from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.variants import variants
 
-    found = [case for case in (*cases(), *captured_cases()) if re.search(match, case.name)]
+    found = [
+        case
+        for case in (*cases(), *captured_cases(), *sampling_cases(), *quantised_cases())
+        if re.search(match, case.name)
+    ]
     own = {case.name: case for case in found if case.section == section}
     jobs: list[tuple[str, dict[str, dict[str, int]], Any]] = [("", {}, case) for case in own.values()]
     if variants_too:

@@ -327,6 +327,7 @@ def _lora_cases() -> list[Case]:
         _lora([16] * 8, 2048, "r=16", (39, 24, 18)),
         _lora([16], 16, "r=16", (None, None, None)),
         _lora([16] * 8, 64, "r=16", (None, None, None)),
+        _lora([16] * 8, 256, "r=16", (None, None, None)),
         _lora([16] * 64, 64, "r=16 14336→4096", (None, None, None), size_in=14336),
     ]
 

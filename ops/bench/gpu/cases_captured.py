@@ -14,6 +14,7 @@ from kernels.paged_attention import (
     plan_attention,
     plan_numbers,
 )
+from kernels.sampling import SamplingRows, sample
 from ops.bench.gpu.cases import DEVICE, HEAD_DIM, HEADS, KV_HEADS, Built, Case, Pool, error, ragged_lengths, random
 from ops.bench.gpu.timing import num_sets
 
@@ -70,3 +71,27 @@ def captured_cases() -> list[Case]:
             Case("decode", f"grouped {name}", lambda n=whole: captured_decode(n, 32768, 4096), num_bytes, 0.0, 3),
         ]
     return found
+
+
+def sampling_cases() -> list[Case]:
+    """Rows of Llama-3's 128,256 logits."""
+    kinds = {"greedy": (0.0, 0, 1.0), "temperature": (1.0, 0, 1.0), "top-k 50, top-p 0.9": (0.8, 50, 0.9)}
+    return [
+        Case("norm", f"sample {name} T={count}", lambda n=count, kind=kind: sampling(n, *kind), count * 128_256 * 4.0)
+        for name, kind in kinds.items()
+        for count in (64, 256)
+    ]
+
+
+def sampling(count: int, temperature: float, top_k: int, top_p: float) -> Built:
+    sets = [torch.randn(count, 128_256, device=DEVICE) * 2 for _ in range(num_sets(count * 128_256 * 4))]
+    ones = torch.ones(count, device=DEVICE)
+    rows = SamplingRows(
+        ones * temperature, (ones * top_k).int(), ones * top_p, ones * 0, torch.rand(count, device=DEVICE)
+    )
+
+    def verify() -> float:
+        best = sample(sets[0], SamplingRows(ones * 0, rows.top_ks, ones, ones * 0, rows.numbers))
+        return float((best != sets[0].argmax(-1)).float().mean())
+
+    return Built([lambda logits=logits: sample(logits, rows) for logits in sets], verify)

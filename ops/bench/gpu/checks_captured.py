@@ -16,8 +16,12 @@ from kernels.paged_attention import (
     prefix_groups,
 )
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
+from kernels.quantised_linear import QuantisedWeight, quantised_linear
+from kernels.quantised_linear.reference import dequantised
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope, rope_table
+from kernels.sampling import SamplingRows, sample
+from kernels.sampling import reference as sampling_reference
 from kernels.sgmv import LoraSlice, SgmvShape, plan_sgmv, sgmv
 from kernels.sgmv import captured_plan as captured_sgmv
 from kernels.sgmv import fill_plan as fill_sgmv
@@ -45,7 +49,7 @@ def silu_mul_against_float64() -> None:
 
 
 def qk_rope_kv_is_its_parts() -> None:
-    """Bit by bit the norm, rope and store of the other kernels, whose checks are against float64; slots of -1."""
+    """Like the norm, rope and store of the other kernels, whose checks are against float64; slots of -1."""
     for dtype in LIMITS:
         for num_heads, num_kv_heads, head_dim in SHAPES:
             for num_rows in (1, 64, 1000):
@@ -73,10 +77,7 @@ def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) 
         store_kv(turned[kept][:, num_heads:], values[kept].contiguous(), expected[0], expected[1], slots[kept])
         what = f"qk_rope_kv {num_rows} {heads} {dtype} norms {norms is not None}"
         for out, wanted in zip((queries, *caches), (turned[:, :num_heads], *expected), strict=True):
-            if norms is None:
-                assert torch.equal(out, wanted), what
-            else:  # the mean is added up in another order
-                require(out, wanted.double(), what)
+            require(out, wanted.double(), what)
 
 
 def captured_decode_follows_its_memory() -> None:
@@ -157,13 +158,17 @@ def groups_equal_no_groups() -> None:
 
 
 def captured_lora_follows_its_memory() -> None:
-    """One graph, steps of other mixes of adapters and of other ranks in the slots: the bits of no graph."""
+    """One graph of each form, steps of other mixes of adapters and of other ranks in the slots, against float64."""
+    for is_shared in (False, True):
+        _captured_lora(SgmvShape(64, 64, is_shared))
+
+
+def _captured_lora(shape: SgmvShape) -> None:
     sizes_out, ranks = (4096, 1024, 1024), [8, 16, 24, 64, 5, 1, 0, 40]
-    a, b = ([random(8, 64, size) / size**0.5 for size in sizes] for sizes in ((4096,) * 3, sizes_out))
+    a, b = ([random(8, 64, size) / 64 for size in sizes] for sizes in ((4096,) * 3, sizes_out))
     tables = [torch.zeros(8, dtype=torch.int32, device=DEVICE) for _ in sizes_out]
     starts = (0, 4096, 5120)
     parts = [LoraSlice(*pair, (), start, table) for *pair, start, table in zip(a, b, starts, tables, strict=True)]
-    shape = SgmvShape(64, 64, DEVICE)
     host = np.full(sgmv_numbers(shape), 2**30, dtype=np.int32)
     memory = torch.zeros(len(host), dtype=torch.int32, device=DEVICE)
     fill_sgmv(host, [-1], shape)
@@ -182,12 +187,74 @@ def captured_lora_follows_its_memory() -> None:
             table.copy_(torch.tensor(own))
         fill_sgmv(host, some, shape)
         memory.copy_(torch.from_numpy(host))
-        expected = y.clone()
-        slots = some + [-1] * (64 - len(some))
-        given = [LoraSlice(part.a, part.b, tuple(own), part.start) for part in parts]
-        sgmv(expected, x, given, plan_sgmv(slots, DEVICE))
+        before, expected = y.clone(), y.double()
+        for row, slot in enumerate(some):
+            for part in parts if slot >= 0 else ():
+                rank, columns = own[slot], slice(part.start, part.start + part.b.shape[2])
+                low = x[row].double() @ part.a[slot, :rank].double().T
+                expected[row, columns] += low @ part.b[slot, :rank].double()
         graph.replay()
-        assert torch.equal(y, expected), f"captured and plain lora differ in step {step}"
+        require(y, expected, f"captured lora {shape} step {step}")
+        idle = [row for row in range(64) if row >= len(some) or some[row] < 0 or own[some[row]] == 0]
+        assert torch.equal(y[idle], before[idle]), "rows without an adapter changed"
+
+
+def a_tiny_step() -> None:
+    """Every kernel once, on shapes small enough for the tools that watch each access."""
+    _qk_rope_kv(3, (4, 2, 64), torch.bfloat16)
+    x = random(3, 96)
+    require(silu_mul(x), torch.nn.functional.silu(x[:, :48].double()) * x[:, 48:].double(), "silu_mul")
+    batch = Batch([(69, 70), (16, 17), (3, 40)], (4, 2, 64), 16, None, torch.bfloat16)
+    require(batch.run(), batch.expected(), "attention")
+    batch, order = shared_batch([(5, 64)], 1, (4, 2, 64))
+    plan = batch.plan(order)
+    members = [place for place, index in enumerate(order) if index < 5]
+    object.__setattr__(plan, "groups", (PrefixGroup(tuple(members), 64),))
+    out = paged_attention(batch.queries[order], batch.keys, batch.values, plan, scale=batch.scale)
+    require(out, batch.expected()[order], "groups")
+    a, b, y = random(2, 24, 64) / 8, random(2, 24, 48), torch.zeros(9, 48, device=DEVICE, dtype=torch.bfloat16)
+    x = random(9, 64)
+    for slots in ([0, 1, -1, 0, 1, -1, -1, -1, -1], [1] * 9):
+        y.zero_()
+        sgmv(y, x, [LoraSlice(a, b, (24, 24))], plan_sgmv(slots, DEVICE))
+        expected = [
+            x[row].double() @ a[slot].double().T @ b[slot].double() * (slot >= 0) for row, slot in enumerate(slots)
+        ]
+        require(y, torch.stack(expected), "lora")
+    logits, ones = torch.randn(2, 3000, device=DEVICE), torch.ones(2, device=DEVICE)
+    rows = SamplingRows(ones, (ones * 20).int(), ones * 0.9, ones * 0.01, ones * 0.5)
+    on_host = SamplingRows(*(getattr(rows, name).cpu() for name in SamplingRows.__slots__))
+    assert sample(logits, rows).tolist() == sampling_reference.sample(logits.cpu(), on_host).tolist()
+    weight = QuantisedWeight(
+        torch.randint(-99, 99, (48, 256), device=DEVICE).to(torch.int8), torch.rand(48, device=DEVICE)
+    )
+    x = random(3, 256)
+    require(quantised_linear(x, weight), x.double() @ dequantised(weight).double().T, "quantised")
+
+
+def sampling_as_by_sorting() -> None:
+    """Rows of 128,256 logits, each kind of setting, some with many equal logits: the tokens of the reference; a few
+    draws may fall on the border between two tokens, where sums in another order decide."""
+    settings = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (0.8, 40, 0.9, 0.02)]
+    count = 64
+    for tied in (False, True):
+        logits = torch.randn(count, 128_256, device=DEVICE) * 2
+        logits = logits.round() if tied else logits
+        columns = list(zip(*(settings[row % len(settings)] for row in range(count)), strict=True))
+        kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
+        own = [torch.tensor(column, dtype=kind, device=DEVICE) for column, kind in zip(columns, kinds, strict=True)]
+        rows = SamplingRows(*own, torch.rand(count, device=DEVICE))
+        found, expected = (
+            sample(logits, rows),
+            sampling_reference.sample(
+                logits.cpu(), SamplingRows(*(getattr(rows, name).cpu() for name in SamplingRows.__slots__))
+            ).to(DEVICE),
+        )
+        assert int((found != expected).sum()) <= 2, (found, expected)
+        assert all(torch.equal(sample(logits, rows), found) for _ in range(20)), "launches differ"
+        order = torch.randperm(count, device=DEVICE)
+        moved = SamplingRows(*(getattr(rows, name)[order] for name in SamplingRows.__slots__))
+        assert torch.equal(sample(logits[order], moved), found[order]), "a draw depends on its batch"
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -195,5 +262,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "qk_rope_kv": qk_rope_kv_is_its_parts,
     "captured decode": captured_decode_follows_its_memory,
     "groups": groups_equal_no_groups,
+    "tiny": a_tiny_step,
+    "sampling": sampling_as_by_sorting,
     "captured lora": captured_lora_follows_its_memory,
 }

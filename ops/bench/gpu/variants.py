@@ -12,43 +12,36 @@ Variant = tuple[str, Rows, tuple[str, ...]]
 
 def variants() -> dict[str, list[Variant]]:
     """By section: a label, the rows that take the place of the tables', and the cases to try them on."""
-    return {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm()}
+    return {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm(), "quantised": _quantised()}
 
 
 def _decode() -> list[Variant]:
     groups = ("grouped 64 x (4k shared + 1024 own)", "grouped 64 x (4k shared + 64 own)")
-    captured = ("captured B=32 4k", "captured B=64 4k", "captured B=64 ragged 1k-32k")
+    captured = (
+        "captured B=1 1k",
+        "captured B=8 4k",
+        "captured B=32 4k",
+        "captured B=64 4k",
+        "captured B=64 ragged 1k-32k",
+    )
     return [
         *(
-            (
-                f"group tile {tile} warps {warps} stages {stages}",
-                _rows("attend_group", tile=tile, num_warps=warps, num_stages=stages),
-                groups,
-            )
-            for tile, warps, stages in ((64, 4, 5), (128, 4, 3), (64, 8, 3), (32, 4, 3))
+            (f"group chunks {chunk}", _rows("group_work", min_chunk=chunk, max_chunk=chunk, target_items=1), groups)
+            for chunk in (384, 640)
         ),
         *(
             (
-                f"group chunks {chunk}",
-                _rows("group_work", min_chunk=chunk, max_chunk=chunk, target_items=1),
-                groups,
-            )
-            for chunk in (128, 256, 1024)
-        ),
-        *(
-            (
-                f"captured programs {programs} per sequence {count}",
-                _rows("captured_work", programs=programs, per_sequence=count),
+                f"captured registers {registers}",
+                _rows("attend_split", tile=64, num_warps=4, num_stages=5, captured_registers=registers),
                 captured,
             )
-            for programs, count in ((264, 2), (1056, 8), (396, 1))
+            for registers in (168, 255)
         ),
         (
-            "captured 200 registers",
-            _rows("attend_split", tile=64, num_warps=4, num_stages=5, captured_registers=224),
+            "captured 3 stages",
+            _rows("attend_split", tile=64, num_warps=4, num_stages=3, captured_registers=224),
             captured,
         ),
-        ("merge pdl", _rows("merge", chunks=32, num_warps=4, pdl=1), (*groups, "B=64 4k", "B=1 8k")),
     ]
 
 
@@ -66,47 +59,29 @@ def _prefill() -> list[Variant]:
     return [(*one, ("2048 causal", "4096 causal", "8192 causal")) for one in prefill]
 
 
-def _vector(k: int, shrink_warps: int, tile: int, expand_warps: int, rows: int = 4) -> tuple[str, Rows]:
-    return f"k{k}/{shrink_warps} tile {tile}/{expand_warps} rows {rows}", _rows(
-        "sgmv_vector",
-        segment_rows=rows,
-        block_k=k,
-        shrink_warps=shrink_warps,
-        tile=tile,
-        expand_warps=expand_warps,
-        pdl=1,
+def _vector(k: int, shrink_warps: int, n: int, expand_warps: int) -> tuple[str, Rows]:
+    return f"k{k}/{shrink_warps} n{n}/{expand_warps}", _rows(
+        "sgmv_vector", block_k=k, shrink_warps=shrink_warps, block_n=n, expand_warps=expand_warps, pdl=1
     )
 
 
 def _lora() -> list[Variant]:
-    small = ("T=1 L=1 r=16", "T=16 L=16 r=16", "T=32 L=32 r=16", "T=32 L=32 r=16 q,k,v")
-    large = (
-        "T=64 L=64 r=16",
-        "T=256 L=256 r=16",
-        "T=64 L=64 r=16 q,k,v",
-        "T=64 L=64 r=64",
-        "T=256 L=256 r=64",
-        "T=64 L=64 r=8/16/32/64",
-        "T=256 L=256 r=8/16/32/64",
-        "T=64 L=8 r=16",
+    cases = tuple(f"T={count} L={count} {label}" for count in (64, 256) for label in ("r=16", "r=64", "r=8/16/32/64"))
+    alone = (
+        "each row by itself",
+        _rows("sgmv_form", rows_of_slot=1000),
+        ("T=16 L=1 r=16", "T=64 L=8 r=16", "T=256 L=8 r=16"),
     )
     return [
-        ("matrices", _rows("sgmv_form", is_vector=0), (*small, *large)),
+        alone,
         *(
-            (*_vector(*sizes), small)
-            for sizes in ((512, 4, 4096, 4), (256, 2, 4096, 2), (256, 4, 2048, 4), (1024, 4, 8192, 4))
-        ),
-        *(
-            (*_vector(*sizes), large)
+            (*_vector(*sizes), cases)
             for sizes in (
-                (512, 4, 8192, 4),
-                (1024, 8, 16384, 8),
-                (2048, 8, 32768, 8),
-                (512, 2, 8192, 2),
-                (1024, 4, 8192, 4),
-                (512, 4, 16384, 8),
-                (1024, 4, 16384, 4, 1),
-                (1024, 4, 16384, 4, 8),
+                (2048, 8, 512, 2),
+                (2048, 4, 512, 2),
+                (4096, 16, 512, 2),
+                (2048, 8, 1024, 4),
+                (1024, 4, 512, 2),
             )
         ),
     ]
@@ -128,5 +103,33 @@ def _norm() -> list[Variant]:
             (*one, tuple(f"{name} T={n}" for n in (64, 1024, 4096) for name in ("rope + KV", "norms + rope + KV")))
             for one in fused
         ),
+        *(
+            (
+                f"sample block {block} warps {warps}",
+                _rows("sample", block=block, num_warps=warps),
+                tuple(f"sample {name} T=64" for name in ("greedy", "temperature", "top-k 50, top-p 0.9")),
+            )
+            for block, warps in ((4096, 16), (8192, 32), (16384, 32), (4096, 8))
+        ),
         *((*one, tuple(f"silu x up 14336 T={n}" for n in (64, 1024, 4096))) for one in silus),
+    ]
+
+
+def _quantised() -> list[Variant]:
+    cases = ("int8 4096→6144 T=16", "fp8 4096→6144 T=64", "fp8 4096→28672 T=64", "int8 14336→4096 T=16")
+    return [
+        (
+            f"n{n} k{k} warps {warps} stages {stages}",
+            _rows("quantised_linear", block_m=64, block_n=n, block_k=k, num_warps=warps, num_stages=stages),
+            cases,
+        )
+        for n, k, warps, stages in (
+            (16, 256, 2, 6),
+            (16, 256, 4, 6),
+            (32, 256, 4, 4),
+            (64, 128, 4, 4),
+            (64, 256, 4, 3),
+            (32, 128, 2, 6),
+            (128, 128, 8, 4),
+        )
     ]

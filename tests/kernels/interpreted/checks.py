@@ -252,10 +252,10 @@ def lora_slices(
 
 
 def captured_sgmv(
-    slots: list[int], slices: list[LoraSlice], room: int, max_rank: int
+    slots: list[int], slices: list[LoraSlice], room: int, is_shared: bool
 ) -> tuple[list[LoraSlice], SgmvPlan]:
     """The slices with their ranks in memory alone, and a plan over filled memory for ``room`` rows more."""
-    shape = SgmvShape(len(slots) + room, max_rank, torch.device("cpu"))
+    shape = SgmvShape(len(slots) + room, 64, is_shared)
     memory = torch.full((sgmv_numbers(shape),), 2**30, dtype=torch.int32)  # what a step before might have left there
     fill_sgmv(memory.numpy(), slots, shape)
     tables = [torch.tensor(part.lora_ranks, dtype=torch.int32) for part in slices]
@@ -264,7 +264,13 @@ def captured_sgmv(
 
 
 def check_sgmv(
-    kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype, room: int | None = None
+    kernel: ModuleType,
+    slots: list[int],
+    slices: list[LoraSlice],
+    dtype: torch.dtype,
+    room: int | None = None,
+    *,
+    is_shared: bool = False,
 ) -> None:
     """With ``room`` through a captured plan."""
     real = len(slots)
@@ -283,7 +289,7 @@ def check_sgmv(
     if room is None:
         kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
     else:
-        given, plan = captured_sgmv(slots[:real], slices, room, 64)
+        given, plan = captured_sgmv(slots[:real], slices, room, is_shared)
         kernel.sgmv(y, x, given, plan)
     assert torch.equal(y[~touched], before[~touched])
     assert_matches_reference(y[touched], expected[touched])
