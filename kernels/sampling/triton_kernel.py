@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """One program draws one row. It sorts nothing: a threshold (the lowest key that is kept, and how many of those equal
 to it) is found two bits at a time, by counting or weighing what is at least each of three candidates.
 

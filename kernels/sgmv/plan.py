@@ -70,7 +70,7 @@ class SgmvPlan:
         return self._segments[most_rows]
 
     def _make_segments(self, most_rows: int) -> Segments:
-        row_slots = np.full(self.num_rows, -1)
+        row_slots = np.full(self.num_rows, -1, dtype=np.int64)
         for slot, own in self.rows_of_slot.items():
             row_slots[own] = slot
         rows, table = cut_rows(row_slots, most_rows)
@@ -130,7 +130,7 @@ def plan_sgmv(row_slots: list[int], device: torch.device) -> SgmvPlan:
     return SgmvPlan(len(row_slots), rows_of_slot, device)
 
 
-def cut_rows(row_slots: NDArray[np.integer], most_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def cut_rows(row_slots: NDArray[np.int64], most_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The slot of each row, -1 = none → ``rows`` and ``table`` of Segments of at most ``most_rows`` rows."""
     rows = row_slots.argsort(kind="stable")
     rows = rows[row_slots[rows] >= 0]

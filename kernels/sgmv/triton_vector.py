@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """Shrink and expand for the few rows of a decode: each row a product of a vector with its own adapter's matrices, on
 the ordinary units, at the adapter's own rank, which is read on the device.
 

@@ -68,7 +68,7 @@ def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) 
     expected = [cache.clone() for cache in caches]
     kept = slots >= 0
     for norms in (None, HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype), 1e-6)):
-        queries = qk_rope_kv(x, values, positions, table, *caches, slots, norms)
+        queries = qk_rope_kv(x, values, positions, table, caches[0], caches[1], slots, norms)
         if norms is not None:
             x = torch.cat(
                 (rms_norm(x[:, :num_heads], norms.query, 1e-6), rms_norm(x[:, num_heads:], norms.key, 1e-6)), 1
@@ -81,29 +81,27 @@ def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) 
 
 
 def captured_decode_follows_its_memory() -> None:
-    """One graph, steps of other lengths and of fewer sequences: the bits of the same step without a graph."""
+    """One graph, steps of other lengths and of fewer sequences: right, and the bits of the same step without a graph."""
     for heads, window, queries in ((SHAPES[0], None, 1), (SHAPES[1], 700, 1), (SHAPES[0], None, 4)):
         shape = DecodeShape(24, 21_000, 16, heads[0], heads[1], DEVICE, queries, window)
         host = np.full(plan_numbers(shape), 2**30, dtype=np.int32)
-        memory, tables = torch.zeros(len(host), dtype=torch.int32, device=DEVICE), None
+        fill_plan(host, [], shape)
+        memory = torch.from_numpy(host).to(DEVICE)
+        tables = torch.zeros(24, 1400, dtype=torch.int32, device=DEVICE)
+        caches = [torch.full((20_000, 16, *heads[1:]), float("nan"), device=DEVICE).bfloat16() for _ in range(2)]
+        asked = random(24 * queries, heads[0], heads[2])
+        plan = captured_plan(memory, tables, shape)
+        run = lambda: paged_attention(asked, caches[0], caches[1], plan, scale=heads[2] ** -0.5)  # noqa: E731, B023
+        graph, out = captured(run)
         for step in range(3):
             ends = torch.randint(queries, 6000, (24 - step,)).tolist() + [20_011] * step
             batch = Batch([(end - queries, end) for end in ends], heads, 16, window, torch.bfloat16)
             fill_plan(host, ends, shape)
             memory.copy_(torch.from_numpy(host))
-            if tables is None:
-                tables = torch.zeros(24, 1400, dtype=torch.int32, device=DEVICE)
-                plan = captured_plan(memory, tables, shape)
-                keys, values = (
-                    torch.full((20_000, *batch.keys.shape[1:]), float("nan"), device=DEVICE).bfloat16()
-                    for _ in range(2)
-                )
-                asked = torch.zeros(24 * queries, heads[0], heads[2], device=DEVICE, dtype=torch.bfloat16)
-                run = lambda: paged_attention(asked, keys, values, plan, scale=batch.scale)  # noqa: E731, B023
-                graph, out = captured(run)
             tables.zero_()
             tables[: len(ends), : batch.tables.shape[1]] = batch.tables.int()
-            keys[: len(batch.keys)], values[: len(batch.values)] = batch.keys, batch.values
+            for cache, own in zip(caches, (batch.keys, batch.values), strict=True):
+                cache[: len(own)] = own
             asked[: len(batch.queries)] = batch.queries
             graph.replay()
             require(out[: len(batch.queries)], batch.expected(), f"captured decode {heads} step {step}")
@@ -168,7 +166,7 @@ def _captured_lora(shape: SgmvShape) -> None:
     a, b = ([random(8, 64, size) / 64 for size in sizes] for sizes in ((4096,) * 3, sizes_out))
     tables = [torch.zeros(8, dtype=torch.int32, device=DEVICE) for _ in sizes_out]
     starts = (0, 4096, 5120)
-    parts = [LoraSlice(*pair, (), start, table) for *pair, start, table in zip(a, b, starts, tables, strict=True)]
+    parts = [LoraSlice(*part) for part in zip(a, b, [()] * 3, starts, tables, strict=True)]
     host = np.full(sgmv_numbers(shape), 2**30, dtype=np.int32)
     memory = torch.zeros(len(host), dtype=torch.int32, device=DEVICE)
     fill_sgmv(host, [-1], shape)
