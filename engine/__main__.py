@@ -128,11 +128,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, help="0: cores - 1")
     add("--block-size", type=int, default=16, help="tokens")
     add("--kv-blocks", type=int, default=0, help="0: as many as --kv-memory holds")
-    add("--kv-memory", type=int, default=0, dest="kv_memory_bytes", metavar="BYTES", help="0: 1 GiB on a CPU")
+    add(
+        "--kv-memory",
+        type=int,
+        default=0,
+        dest="kv_memory_bytes",
+        metavar="BYTES",
+        help="0: 1 GiB on a CPU, what is left on a GPU",
+    )
     add("--context", type=int, default=0, dest="context_tokens", metavar="TOKENS", help="0: the model's")
-    add("--max-step-tokens", type=int, default=512)
-    add("--max-running", type=int, default=64)
-    add("--adapter-slots", type=int, default=8)
+    add("--max-step-tokens", type=int, default=0, help="0: 512 on a CPU, 8192 on a GPU")
+    add("--max-running", type=int, default=0, help="0: 64 on a CPU, 256 on a GPU")
+    add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
     add("--deterministic", action="store_true")
     add("--engine-id", default="engine-0")

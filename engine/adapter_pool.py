@@ -1,9 +1,14 @@
 """Which adapter sits in which slot, and which host copies are kept. Decides only; the engine moves the weights."""
 
 from collections import OrderedDict
+from collections.abc import Container, Iterator
 from typing import Protocol
 
 from msgspec import Struct
+
+from engine.wire_adapters import Tier
+
+MAX_LOADS_PER_STEP = 1  # moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns
 
 
 class HostWeights(Protocol):
@@ -23,12 +28,14 @@ class SlotLoad(Struct, frozen=True):
 
 
 class HostTier:
-    """Host copies, least recently used out first, bounded in bytes; the newest is kept whatever its size."""
+    """Host copies, least recently used out first, bounded in bytes; the newest is kept whatever its size, and so are
+    those that can't be had again (``keep``) until they are dropped."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._copies: OrderedDict[str, HostWeights] = OrderedDict()
+        self._kept: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -40,9 +47,8 @@ class HostTier:
         self.drop(key)
         self._copies[key] = weights
         self.num_bytes += weights.num_bytes
-        while self.num_bytes > self.max_bytes and len(self._copies) > 1:
-            _, evicted = self._copies.popitem(last=False)
-            self.num_bytes -= evicted.num_bytes
+        if self.num_bytes > self.max_bytes:
+            self._evict()
 
     def get(self, key: str) -> HostWeights | None:
         weights = self._copies.get(key)
@@ -50,10 +56,30 @@ class HostTier:
             self._copies.move_to_end(key)
         return weights
 
+    def keep(self, key: str) -> None:
+        """No eviction takes this copy: nobody could bring it again."""
+        if key in self._copies:
+            self._kept.add(key)
+
     def drop(self, key: str) -> None:
+        self._kept.discard(key)
         weights = self._copies.pop(key, None)
         if weights is not None:
             self.num_bytes -= weights.num_bytes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._copies)
+
+    def check_invariants(self) -> None:
+        assert self.num_bytes == sum(weights.num_bytes for weights in self._copies.values())
+        assert self._kept <= self._copies.keys()
+        assert self.num_bytes <= self.max_bytes or len(self._copies) - len(self._kept) <= 1
+
+    def _evict(self) -> None:
+        for key in [key for key in self._copies if key not in self._kept][:-1]:
+            self.drop(key)
+            if self.num_bytes <= self.max_bytes:
+                return
 
 
 class _Slot:
@@ -79,6 +105,7 @@ class AdapterPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._loads: list[SlotLoad] = []
         self._clears: list[int] = []
+        self._retired: set[str] = set()
 
     @property
     def num_slots(self) -> int:
@@ -101,9 +128,21 @@ class AdapterPool:
         index = self._slot_of.get(key)
         return (index is not None and not self._slots[index].doomed) or key in self.host
 
+    def residency(self, keys: list[str] | None = None) -> dict[str, list[Tier]]:
+        """Of these keys (None: of all) those that are in a slot or in host memory, with their tiers."""
+        found: dict[str, list[Tier]] = {}
+        for key in {*self._slot_of, *self.host} if keys is None else keys:
+            tiers: list[Tier] = ["device"] if key in self._slot_of else []
+            if key in self.host:
+                tiers.append("cpu")
+            if tiers:
+                found[key] = tiers
+        return found
+
     def has_room(self, key: str) -> bool:
-        """``acquire`` would find a slot."""
-        return key in self._slot_of or bool(self._free or self._idle)
+        """``acquire`` would find a slot, and the step may still wait for the load."""
+        may_load = len(self._loads) < MAX_LOADS_PER_STEP
+        return key in self._slot_of or (may_load and bool(self._free or self._idle))
 
     def acquire(self, key: str) -> tuple[int, int]:
         """Pins a slot that holds (or will hold, before the step runs) ``key``: (slot, generation). The caller has
@@ -140,6 +179,17 @@ class AdapterPool:
             del self._idle[index]
             self._clear(index)
 
+    def retire(self, key: str) -> None:
+        """Deleted: nobody could bring it again, so it is kept for those who use it, and forgotten with the last."""
+        self._retired.add(key)
+        self.host.keep(key)
+
+    def drop_retired(self, waiting: Container[str]) -> None:
+        """Forgets the retired that no running sequence uses and that are not among those waited for."""
+        for key in [key for key in self._retired if key not in waiting and not self._is_pinned(key)]:
+            self._retired.discard(key)
+            self.forget(key)
+
     def take_loads(self) -> list[SlotLoad]:
         loads, self._loads = self._loads, []
         return loads
@@ -157,7 +207,11 @@ class AdapterPool:
             assert (slot.key == "") == (index in self._free), f"slot {index} holds {slot.key!r}"
             assert not slot.key or self._slot_of[slot.key] == index
         assert len(self._slot_of) == self.num_slots - self.num_free
-        assert self.host.num_bytes <= self.host.max_bytes or len(self.host) == 1
+        self.host.check_invariants()
+
+    def _is_pinned(self, key: str) -> bool:
+        index = self._slot_of.get(key)
+        return index is not None and self._slots[index].pins > 0
 
     def _place(self, key: str) -> int:
         weights = self.host.get(key)

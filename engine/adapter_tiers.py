@@ -4,16 +4,23 @@ All of it off the step thread: the event loop keeps the books, an executor hashe
 """
 
 import asyncio
+import errno
 import hashlib
 import logging
 import os
+import re
+import stat
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from engine import wire
+from engine.adapter_pool import HostWeights
+from engine.stats import RESIDENT_FAMILY
 from engine.weights.adapter import AdapterWeights, read_adapter
 from engine.weights.errors import CorruptAdapter
 
@@ -24,6 +31,8 @@ MAX_ADAPTER_BYTES = 2 << 30
 MAX_QUEUED_CHUNKS = 8  # beyond it the gateway's socket isn't read until the disk has caught up
 FETCH_TIMEOUT_S = 30.0  # without any chunk
 SUFFIX = ".tnr"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 
 
 class Peer(Protocol):
@@ -53,12 +62,15 @@ class DiskTier:
         self.num_bytes = 0
         for path in folder.glob("*.part"):  # what a crash left half-written
             path.unlink()
-        for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(_files_of(folder), key=lambda path: path.stat().st_mtime_ns):
             key, _, sha256 = path.name.removesuffix(SUFFIX).rpartition(".")
             self._enter(key, path, sha256)
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
 
     def find(self, key: str) -> tuple[Path, str] | None:
         """The file and the hash that its bytes must have; not read, so not checked."""
@@ -90,12 +102,42 @@ class DiskTier:
             self.num_bytes -= size_bytes
             path.unlink(missing_ok=True)
 
+    def join(self, tiers: dict[str, list[wire.Tier]], keys: list[str] | None) -> dict[str, list[wire.Tier]]:
+        """Those of faster tiers, with ours behind them for each of these keys (None: for every file)."""
+        joined = {key: list(faster) for key, faster in tiers.items()}
+        for key in self._files if keys is None else filter(self._files.__contains__, keys):
+            joined.setdefault(key, []).append("disk")
+        return joined
+
+    def shed(self) -> None:
+        """The disk is full: the less recently used half goes, so that the next adapter finds room."""
+        for key in list(self._files)[: (len(self) + 1) // 2]:
+            self.remove(key)
+
     def _enter(self, key: str, path: Path, sha256: str) -> None:
         size_bytes = path.stat().st_size
         self._files[key] = (path, sha256, size_bytes)
         self.num_bytes += size_bytes
         while self.num_bytes > self._max_bytes and len(self._files) > 1:
             self.remove(next(iter(self._files)))
+
+
+def with_disk_tier(families: list[wire.Family], disk: DiskTier) -> list[wire.Family]:
+    """The engine's families; the disk tier's adapters are one more sample of one of them."""
+    here = ("", {"tier": "disk"}, float(len(disk)))
+    return [
+        replace(family, samples=[*family.samples, here]) if family.name == RESIDENT_FAMILY else family
+        for family in families
+    ]
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    """The regular files under names of ours; anything else that lies there is left alone, and stops nobody."""
+    for path in folder.iterdir():
+        if _NAME.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
+            yield path
+        else:
+            logger.warning("%s is no adapter of ours", path)
 
 
 class _Fetch:
@@ -118,7 +160,7 @@ class _Fetch:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 message = await self.messages.get()
         except TimeoutError:
-            raise FetchFailed("adapter_unavailable", "the gateway didn't send the adapter in time") from None
+            raise FetchFailed("adapter_delayed", "the adapter didn't come in time") from None
         if self._held and self.messages.empty():
             self.close()
         if isinstance(message, wire.AdapterUnavailable):
@@ -134,19 +176,22 @@ class _Fetch:
 class AdapterTiers:
     """Brings what the engine wants: ``ready(key, weights)`` or ``failed(key, code, message)``, once for each
     ``want``, on the event loop. ``ask(key)`` names a gateway whose request waits for it, or None; then the tier
-    waits for ``waiting(key)`` or ``forget(key)``."""
+    waits for ``waiting(key)`` or ``forget(key)``. ``prepare`` makes of weights what the engine loads, off the event
+    loop."""
 
     def __init__(
         self,
         disk: DiskTier,
         ask: Callable[[str], Peer | None],
-        ready: Callable[[str, AdapterWeights], None],
+        ready: Callable[[str, HostWeights], None],
         failed: Callable[[str, str, str], None],
+        prepare: Callable[[AdapterWeights], HostWeights],
     ) -> None:
         self._disk = disk
         self._ask = ask
         self._ready = ready
         self._failed = failed
+        self._prepare = prepare
         self._executor = ThreadPoolExecutor(2, "adapters")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._fetches: dict[str, _Fetch] = {}
@@ -176,7 +221,7 @@ class AdapterTiers:
                 fetch.put(None)
 
     def forget(self, key: str) -> None:
-        """Deleted: no file is kept, and who waits for it still is told so."""
+        """Deleted: no file is kept, and who waits for its bytes still is told so."""
         self._disk.remove(key)
         task = self._tasks.pop(key, None)
         if task is not None:
@@ -192,13 +237,15 @@ class AdapterTiers:
 
     async def _bring(self, key: str) -> None:
         try:
-            self._ready(key, await self._weights(key))
+            self._ready(key, await self._off_loop(self._prepare, await self._weights(key)))
         except FetchFailed as failure:
             logger.warning("adapter %.12s: %s", key, failure)
             self._failed(key, failure.code, str(failure))
         except OSError as error:
             logger.error("adapter %.12s: the disk tier fails: %s", key, error.strerror)
-            self._failed(key, "adapter_unavailable", "the engine can't store the adapter")
+            if error.errno in NO_ROOM:
+                self._disk.shed()
+            self._failed(key, "adapter_delayed", "the engine has no room for the adapter at the moment")
 
     async def _weights(self, key: str) -> AdapterWeights:
         found = self._disk.find(key)
@@ -221,12 +268,13 @@ class AdapterTiers:
             fetch.peer.send(wire.AdapterWanted(key))
             try:
                 sha256 = await self._receive_file(key, fetch)
+                if sha256:
+                    return self._disk.publish(key, sha256)
             finally:
+                self._disk.staging(key).unlink(missing_ok=True)
                 fetch.close()
                 if self._fetches.get(key) is fetch:
                     del self._fetches[key]
-            if sha256:
-                return self._disk.publish(key, sha256)
 
     async def _gateway(self, key: str) -> Peer:
         while (peer := self._ask(key)) is None:
@@ -255,7 +303,6 @@ class AdapterTiers:
         if chunk is None:
             return ""
         if digest.hexdigest() != chunk.sha256:
-            staged.unlink()
             raise FetchFailed("adapter_corrupt", "the adapter's bytes don't have the hash they should")
         return chunk.sha256
 

@@ -1,78 +1,128 @@
 """A step's plan as flat tensors: all chunks one behind the other, no padding."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.models.config import AttentionConfig
 from engine.scheduler import Chunk, StepPlan
+from engine.sequence import PENDING
 from kernels.paged_attention import AttentionPlan, plan_attention
 from kernels.sgmv import SgmvPlan, plan_sgmv
+from kernels.upload import upload
+
+Numbers = NDArray[np.int64]
+Rows = Mapping[int, int]  # seq_id → its row among the tokens that the step ahead draws
 
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of N chunks. token_ids, positions, slot_mapping [T] int64.
+    """T tokens of N chunks. token_ids, positions, slot_mapping [T], int64 on a CPU and int32 on a GPU.
 
-    ``attention`` holds block tables, query starts and context lengths; ``adapter_slots`` [T] the slot of each
-    token (-1 = base), ``lora`` the same as tiles, None when no token has one; ``logits_rows`` the last row of each
-    chunk that samples.
+    A token id below 0 is one that the step ahead draws: ~row of its tokens. ``attention`` holds block tables, query
+    starts and context lengths; ``lora`` the slot of each token as tiles, None when no token has one; ``logits_rows``
+    the last row of each chunk that samples.
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
     attention: AttentionPlan
-    adapter_slots: list[int]
     lora: SgmvPlan | None
-    logits_rows: list[int]
+    logits_rows: Tensor
 
 
-def build_batch(plan: StepPlan, block_size: int, attention: AttentionConfig, device: torch.device) -> Batch:
-    """Every block that the chunks' tokens need must stand in their sequences' block tables."""
-    starts = _query_starts(plan.chunks)
-    token_ids = [token for chunk in plan.chunks for token in _tokens(chunk)]
-    positions = torch.tensor(
-        [position for chunk in plan.chunks for position in range(chunk.start, chunk.start + chunk.num_tokens)],
-        device=device,
-    )
-    tables = _block_tables(plan.chunks).to(device)
-    counts = torch.tensor([chunk.num_tokens for chunk in plan.chunks], device=device)
-    owners = torch.repeat_interleave(torch.arange(len(plan.chunks), device=device), counts)
-    slots = [chunk.sequence.adapter_slot for chunk in plan.chunks for _ in range(chunk.num_tokens)]
-    return Batch(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=positions,
-        slot_mapping=tables[owners, positions // block_size] * block_size + positions % block_size,
-        attention=plan_attention(
+@dataclass(frozen=True)
+class Flat:
+    """The numbers of a Batch on the host: token_ids, positions, slot_mapping and slots [T], starts [N + 1],
+    context_lens [N], tables [N, most blocks]; logits_rows as in Batch."""
+
+    token_ids: Numbers
+    positions: Numbers
+    slot_mapping: Numbers
+    slots: Numbers
+    starts: Numbers
+    context_lens: Numbers
+    tables: Numbers
+    logits_rows: Numbers
+
+    def attention(self, tables: Tensor, block_size: int, attention: AttentionConfig) -> AttentionPlan:
+        """``tables`` are those of this step, on the device."""
+        return plan_attention(
             tables,
-            starts,
-            [chunk.start + chunk.num_tokens for chunk in plan.chunks],
+            self.starts.tolist(),
+            self.context_lens.tolist(),
             block_size=block_size,
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
+        )
+
+
+def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
+    """Every block that the chunks' tokens need must stand in their sequences' block tables."""
+    chunks = plan.chunks
+    starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
+    counts = np.diff(starts)
+    firsts = np.array([chunk.start for chunk in chunks])
+    owners = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(starts[-1]) + (firsts - starts[:-1])[owners]
+    tables = _block_tables(chunks)
+    return Flat(
+        token_ids=np.array([token for chunk in chunks for token in tokens_of(chunk, ahead or {})]),
+        positions=positions,
+        slot_mapping=tables[owners, positions // block_size] * block_size + positions % block_size,
+        slots=np.array([chunk.sequence.adapter_slot for chunk in chunks])[owners],
+        starts=starts,
+        context_lens=firsts + counts,
+        tables=tables,
+        logits_rows=np.array(
+            [stop - 1 for chunk, stop in zip(chunks, starts[1:], strict=True) if chunk.samples], np.int64
         ),
-        adapter_slots=slots,
-        lora=plan_sgmv(slots, device) if max(slots) >= 0 else None,
-        logits_rows=[stop - 1 for chunk, stop in zip(plan.chunks, starts[1:], strict=True) if chunk.samples],
     )
 
 
-def _tokens(chunk: Chunk) -> list[int]:
-    return chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+def build_batch(
+    plan: StepPlan, block_size: int, attention: AttentionConfig, device: torch.device, ahead: Rows | None = None
+) -> Batch:
+    """The plan on the device."""
+    return to_batch(flatten(plan, block_size, ahead), block_size, attention, device)
 
 
-def _query_starts(chunks: tuple[Chunk, ...]) -> list[int]:
-    starts = [0]
-    for chunk in chunks:
-        starts.append(starts[-1] + chunk.num_tokens)
-    return starts
+def to_batch(flat: Flat, block_size: int, attention: AttentionConfig, device: torch.device) -> Batch:
+    """One transfer to a GPU for all but attention's pieces and the adapters' tiles."""
+    tokens, positions, mapping, rows, tables = on_device(
+        device, flat.token_ids, flat.positions, flat.slot_mapping, flat.logits_rows, flat.tables
+    )
+    lora = plan_sgmv(flat.slots.tolist(), device) if flat.slots.max() >= 0 else None
+    return Batch(tokens, positions, mapping, flat.attention(tables, block_size, attention), lora, rows)
 
 
-def _block_tables(chunks: tuple[Chunk, ...]) -> Tensor:
+def tokens_of(chunk: Chunk, ahead: Rows) -> list[int]:
+    """The chunk's token ids; one that is not known yet stands for the row that draws it."""
+    tokens = chunk.sequence.token_ids[chunk.start : chunk.end]
+    if tokens[-1] == PENDING:
+        tokens[-1] = ~ahead[chunk.sequence.seq_id]
+    return tokens
+
+
+def _block_tables(chunks: tuple[Chunk, ...]) -> Numbers:
     """[N, most blocks]; short tables are filled with block 0, which is never read through them."""
     tables = [chunk.sequence.block_table for chunk in chunks]
-    most = max(map(len, tables))
-    return torch.tensor([table + [0] * (most - len(table)) for table in tables])
+    found = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    for row, table in zip(found, tables, strict=True):
+        row[: len(table)] = table
+    return found
+
+
+def on_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """In one transfer to a GPU, as int32."""
+    if device.type == "cpu":
+        return [torch.from_numpy(numbers) for numbers in arrays]
+    flat = upload([numbers.ravel() for numbers in arrays], device)
+    return [numbers.view(array.shape) for numbers, array in zip(flat, arrays, strict=True)]

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import keep_freed_memory
+from engine.memory_account import account
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
 from engine.runner import Runner
@@ -19,9 +20,12 @@ from engine.weights import load_model
 logger = logging.getLogger("engine.build")
 
 CPU_KV_BYTES = 1 << 30
-CUDA_KV_SHARE = 0.8  # of what is free once the weights are there
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULTS = {  # max_step_tokens, max_running, adapter_slots
+    "cpu": (512, 64, 8),
+    "cuda": (8192, 256, 64),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,9 @@ class Options:
     kv_blocks: int = 0
     kv_memory_bytes: int = 0
     context_tokens: int = 0
-    max_step_tokens: int = 512
-    max_running: int = 64
-    adapter_slots: int = 8
+    max_step_tokens: int = 0
+    max_running: int = 0
+    adapter_slots: int = 0
     max_adapter_rank: int = 64
     deterministic: bool = False
 
@@ -59,16 +63,27 @@ def build(options: Options) -> Built:
     if device.type == "cpu":
         keep_freed_memory()
     loaded = load_model(options.source, dtype)
-    weights = {name: tensor.to(device) for name, tensor in loaded.weights.items()}
+    model = Decoder(loaded.config, {name: tensor.to(device) for name, tensor in loaded.weights.items()})
     config = resolve_sizes(options, loaded.config, dtype, device)
-    engine = Engine(config, Runner(Decoder(loaded.config, weights), config))
+    engine = Engine(config, make_runner(model, config))
     return Built(engine, _card(options, config, loaded.config, loaded.revision, dtype, device), loaded.tokenizer)
+
+
+def make_runner(model: Decoder, config: EngineConfig) -> Runner:
+    """The runner of the model's device, ready for its first step."""
+    if model.embedding.device.type == "cpu":
+        return Runner(model, config)
+    from engine.cuda_runner import CudaRunner
+
+    runner = CudaRunner(model, config)
+    runner.warm()
+    return runner
 
 
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -81,21 +96,21 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> EngineConfig:
     """The blocks that the memory has room for, and a context that the model and these blocks allow."""
-    num_blocks = options.kv_blocks
-    if not num_blocks:
-        memory_bytes = options.kv_memory_bytes or _default_kv_bytes(device)
-        num_blocks = memory_bytes // kv_block_bytes(model, options.block_size, dtype)
-    context_tokens = min(options.context_tokens or model.context_tokens, model.context_tokens)
-    return EngineConfig(
+    max_step_tokens, max_running, adapter_slots = DEFAULTS[device.type]
+    config = EngineConfig(
         block_size=options.block_size,
-        num_blocks=num_blocks,
-        context_tokens=min(context_tokens, num_blocks * options.block_size),
-        max_step_tokens=options.max_step_tokens,
-        max_running=options.max_running,
-        adapter_slots=options.adapter_slots,
+        num_blocks=options.kv_blocks or 1,
+        context_tokens=min(options.context_tokens or model.context_tokens, model.context_tokens),
+        max_step_tokens=options.max_step_tokens or max_step_tokens,
+        max_running=options.max_running or max_running,
+        adapter_slots=options.adapter_slots or adapter_slots,
         max_lora_rank=options.max_adapter_rank,
         deterministic=options.deterministic,
     )
+    if not options.kv_blocks:
+        memory_bytes = options.kv_memory_bytes or _default_kv_bytes(model, config, dtype, device)
+        config = replace(config, num_blocks=memory_bytes // kv_block_bytes(model, options.block_size, dtype))
+    return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
 
 
 def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -104,11 +119,17 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
     return 2 * model.num_layers * block_size * attention.num_kv_heads * attention.head_dim * dtype.itemsize
 
 
-def _default_kv_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
+def _default_kv_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int:
+    if device.type == "cpu":
         return CPU_KV_BYTES
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes * CUDA_KV_SHARE)
+    from engine.graphs import graph_sizes, rank_bounds
+
+    torch.cuda.empty_cache()  # what the weights were made from
+    num_graphs = len(graph_sizes(config.max_sequences)) * (1 + len(rank_bounds(config)))
+    found = account(model, config, dtype, device, num_graphs)
+    logger.info("device memory: %s", found)
+    torch.cuda.set_per_process_memory_fraction(found.total / torch.cuda.mem_get_info(device)[1], device)
+    return found.kv
 
 
 def _cpu_flags() -> set[str]:

@@ -9,10 +9,10 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from engine import wire
+from engine.client_adapters import AdapterFile, AdapterSource, AdapterSupply
 from engine.client_stream import Connection, EngineLost, EngineStream, Event
 
 __all__ = ["AdapterFile", "EngineClient", "EngineLost", "EngineStream", "Event", "ProtocolMismatch"]
@@ -22,23 +22,13 @@ logger = logging.getLogger("engine.client")
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 WELCOME_TIMEOUT_S = 10.0
-MAX_ADAPTERS_SENT_AT_ONCE = 2
 
 
 class ProtocolMismatch(EngineLost):
     """The engine speaks a version of the wire that we don't."""
 
 
-class AdapterFile(NamedTuple):
-    """A canonical adapter file on the gateway's disk; ``sha256`` in hex is that of the whole file."""
-
-    path: Path
-    sha256: str
-    size_bytes: int
-
-
 OnRecord: TypeAlias = Callable[[wire.Record], Awaitable[None]]
-AdapterSource: TypeAlias = Callable[[str], Awaitable[AdapterFile | None]]
 
 
 class EngineClient:
@@ -47,7 +37,7 @@ class EngineClient:
     ``on_record`` is awaited for one record after the other, in journal order; it hands the record to the
     ledger, and ``ack`` follows when that has committed. An ack covers all earlier records: never acknowledge past
     one that hasn't committed. What isn't acknowledged for 5 s comes again. ``adapter_source`` finds an adapter's
-    file by its key, or None.
+    file by its key, or None when it is deleted; a file that isn't where it should be is damage.
     """
 
     def __init__(
@@ -64,7 +54,7 @@ class EngineClient:
         self.welcome: wire.Welcome | None = None
         self._hello = wire.Hello(peer, role, wire.PROTOCOL_VERSION, want_tokenizer)
         self._on_record = on_record
-        self._adapter_source = adapter_source
+        self._supply = AdapterSupply(adapter_source)
         self._connection: Connection | None = None
         self._mismatch: str = ""
         self._changed = asyncio.Event()
@@ -73,9 +63,8 @@ class EngineClient:
         self._records_arrived = asyncio.Event()
         self._last_record = 0  # the last that we looked at; what doesn't follow it begins another delivery
         self._failed_record = 0  # 0 = none; of this delivery nothing behind it is taken
-        self._stats: dict[int, asyncio.Future[list[wire.Family]]] = {}
-        self._num_stats = 0
-        self._sending = asyncio.Semaphore(MAX_ADAPTERS_SENT_AT_ONCE)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._num_questions = 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -139,18 +128,25 @@ class EngineClient:
 
     async def stats(self, timeout_s: float = 1.0) -> list[wire.Family]:
         """The engine's metric families now. Raises EngineLost when not connected or not answered in time."""
+        return (await self._ask(wire.StatsRequest, timeout_s)).families
+
+    async def residency(self, keys: list[str] | None = None, timeout_s: float = 1.0) -> dict[str, list[wire.Tier]]:
+        """Which tiers hold these adapters (None: all that any holds), fastest first. Raises EngineLost as ``stats``."""
+        return (await self._ask(wire.ResidencyRequest, timeout_s, keys)).tiers
+
+    async def _ask(self, question: Callable[..., Any], timeout_s: float, *more: object) -> Any:
         connection = self._connected()
-        self._num_stats += 1
-        seq = self._num_stats
-        reply = self._stats[seq] = asyncio.get_running_loop().create_future()
-        connection.send(wire.StatsRequest(seq))
+        self._num_questions += 1
+        seq = self._num_questions
+        reply = self._replies[seq] = asyncio.get_running_loop().create_future()
+        connection.send(question(seq, *more))
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError:
-            raise EngineLost(f"no stats from {self.address} within {timeout_s} s") from None
+            raise EngineLost(f"no answer from {self.address} within {timeout_s} s") from None
         finally:
-            self._stats.pop(seq, None)
+            self._replies.pop(seq, None)
 
     # ── the connection ───────────────────────────────────────────────────────────────────────────
 
@@ -195,7 +191,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.drop()
-        for reply in self._stats.values():
+        for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(EngineLost(f"connection to {self.address} lost"))
 
@@ -213,14 +209,14 @@ class EngineClient:
                 self._enqueue(message)
             case wire.Welcome():
                 self._welcomed(connection, message)
-            case wire.StatsReply():
-                reply = self._stats.get(message.seq)
+            case wire.StatsReply() | wire.ResidencyReply():
+                reply = self._replies.get(message.seq)
                 if reply is not None and not reply.done():
-                    reply.set_result(message.families)
+                    reply.set_result(message)
             case wire.AdapterWanted():
                 name = f"adapter {message.adapter_key}"
                 if name not in self._tasks:
-                    self._spawn(name, self._give_adapter(connection, message.adapter_key))
+                    self._spawn(name, self._supply.give(connection, message.adapter_key))
 
     def _welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
         if welcome.version not in wire.ACCEPTED_VERSIONS:
@@ -270,32 +266,7 @@ class EngineClient:
             logger.exception("record %d was not taken; it will come again", record.number)
             self._failed_record = record.number
 
-    async def _give_adapter(self, connection: Connection, key: str) -> None:
-        try:
-            async with self._sending:
-                file = None if self._adapter_source is None else await self._adapter_source(key)
-                if file is None:
-                    raise FileNotFoundError("the adapter is not in the store")
-                await _send_adapter(connection, key, file)
-        except EngineLost:
-            return
-        except Exception as error:
-            logger.warning("adapter %.12s can't be given: %s", key, type(error).__name__)
-            connection.send(wire.AdapterUnavailable(key, "adapter_unavailable", "the adapter's file can't be read"))
-
     def _spawn(self, name: str, coroutine) -> None:
         task = asyncio.create_task(coroutine, name=f"engine client {name}")
         self._tasks[name] = task
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
-
-
-async def _send_adapter(connection: Connection, key: str, file: AdapterFile) -> None:
-    """The file in chunks, each sent when the engine has taken most of what came before. Raises OSError."""
-    with await asyncio.to_thread(file.path.open, "rb") as source:
-        for offset in range(0, file.size_bytes, wire.ADAPTER_CHUNK_BYTES):
-            num_bytes = min(wire.ADAPTER_CHUNK_BYTES, file.size_bytes - offset)
-            data = await asyncio.to_thread(source.read, num_bytes)
-            if len(data) != num_bytes:
-                raise OSError("the file is shorter than its record says")
-            await connection.writable()
-            connection.send(wire.AdapterChunk(key, offset, file.size_bytes, file.sha256, data))

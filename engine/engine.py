@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from engine import cost, wire
 from engine.adapter_pool import AdapterPool, HostTier, HostWeights
 from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
 from engine.experts import ExpertLoad
 from engine.flight import Flight, StepHandle
@@ -37,8 +38,11 @@ class StepRunner(Protocol):
     @property
     def expert_load(self) -> ExpertLoad | None: ...
     @property
+    def device_counters(self) -> DeviceCounters | None: ...
+    @property
     def overlaps(self) -> bool: ...
     def launch(self, plan: StepPlan) -> StepHandle: ...
+    def prepare(self, weights: Any) -> HostWeights: ...
     def load_slot(self, slot: int, weights: Any) -> None: ...
     def clear_slot(self, slot: int) -> None: ...
 
@@ -79,7 +83,7 @@ class Engine:
         self.config = config
         self.adapters = AdapterPool(config.adapter_slots, HostTier(config.host_adapter_bytes))
         self.scheduler = Scheduler(config, self.adapters)
-        self.stats = EngineStats(self.scheduler, clock, runner.expert_load)
+        self.stats = EngineStats(self.scheduler, clock, runner.expert_load, runner.device_counters)
         self._runner = runner
         self._clock = clock
         self._seed_source = seed_source
@@ -121,8 +125,9 @@ class Engine:
             raise Busy("the waiting queue is full")
         request = Request(submit, self._clock())
         request.sequences = make_sequences(request, prompts, self._num_sequences, self._seed_source)
-        for sequence in request.sequences if grammar else ():
-            sequence.matcher = grammar.matcher()
+        if grammar is not None:
+            for sequence in request.sequences:
+                sequence.matcher = grammar.matcher()
         request.num_unfinished = len(request.sequences)
         self._num_sequences += len(request.sequences)
         self._requests[submit.request_id] = request
@@ -142,6 +147,10 @@ class Engine:
         for sequence in request.sequences if request else []:
             sequence.limit = max(sequence.limit, min(sequence.sampling.max_tokens, granted_tokens))
 
+    def prepare_adapter(self, weights: Any) -> HostWeights:
+        """Weights as read from a file in the form that loads fastest. From any thread, beside the steps."""
+        return self._runner.prepare(weights)
+
     def adapter_ready(self, key: str, weights: HostWeights) -> None:
         """A host copy has come; who waits for it gets its turn."""
         self.adapters.host.put(key, weights)
@@ -153,8 +162,9 @@ class Engine:
             self._fail(sequence.request, code, message)
 
     def forget_adapter(self, key: str) -> None:
-        """A deleted version: gone from host memory now, from its slot with its last running sequence."""
-        self.adapters.forget(key)
+        """A deleted version: gone from host memory and its slot with the last sequence that was here before, running,
+        queued or preempted."""
+        self.adapters.retire(key)
         self._clear_slots()
 
     def check_invariants(self) -> None:
@@ -302,5 +312,6 @@ class Engine:
             self._unstarted.discard(request.request_id)
 
     def _clear_slots(self) -> None:
+        self.adapters.drop_retired(self.scheduler.waiting.num_of_adapter)
         for slot in self.adapters.take_clears():
             self._runner.clear_slot(slot)

@@ -5,6 +5,7 @@ grammars, one text a frame. Each is answered by its reason to be refused, "" = n
 memory or time ends the process instead.
 """
 
+import os
 import resource
 import signal
 import sys
@@ -45,7 +46,7 @@ def _answer(check: Callable[..., object], *args: object) -> None:
 def _frames() -> Iterator[bytes]:
     """Until whoever started us closes our stdin."""
     frames = Frames()
-    while data := sys.stdin.buffer.read1(1 << 20):
+    while data := os.read(sys.stdin.fileno(), 1 << 20):
         yield from frames.feed(data)
 
 

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
 from engine.experts import ExpertLoad
 from engine.flight import Computed, StepHandle
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
-from engine.models.linear import LoraSlots
+from engine.models.lora_slots import LoraSlots, PackedAdapter
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from engine.weights.adapter import AdapterWeights
@@ -38,6 +39,7 @@ class Runner:
         self._sampler = Sampler(model.config.eos_token_ids)
         moe = model.config.moe
         self.expert_load = ExpertLoad(moe.layers, model.expert_tokens) if moe else None
+        self.device_counters: DeviceCounters | None = None
 
     @property
     def num_linear_calls(self) -> int:
@@ -59,8 +61,12 @@ class Runner:
             results.append(ChunkResult(token_id, logprobs, scores))
         return Computed(results)
 
+    def prepare(self, weights: AdapterWeights) -> AdapterWeights | PackedAdapter:
+        """What ``load_slot`` takes fastest; from any thread, beside the steps."""
+        return self.slots.prepare(weights)
+
     @torch.inference_mode()
-    def load_slot(self, slot: int, weights: AdapterWeights) -> None:
+    def load_slot(self, slot: int, weights: AdapterWeights | PackedAdapter) -> None:
         """Replaces what ``slot`` holds. Raises InvalidAdapter for one that does not fit the model or the slots."""
         self.slots.load_slot(slot, weights)
 
@@ -73,17 +79,20 @@ class Runner:
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if not rows:
             return []
-        return self._sampler.sample(self._model.logits(hidden[batch.logits_rows]), rows)
+        return self._sampler.sample(self._model.logits(hidden.index_select(0, batch.logits_rows)), rows)
 
     def _score(self, chunk: Chunk, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         """hidden [tokens of the chunk, H] → log-probabilities of the prompt tokens that they predict."""
-        sequence = chunk.sequence
-        targets = sequence.token_ids[
-            chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, sequence.num_prompt_tokens)
-        ]
+        sequence, targets = chunk.sequence, scored_tokens(chunk)
         scores: list[TokenLogprobs] = []
         for first in range(0, len(targets), SCORE_ROWS):
             some = targets[first : first + SCORE_ROWS]
             logits = self._model.logits(hidden[first : first + len(some)])
             scores += self._sampler.score(logits, some, sequence.sampling.prompt_logprobs)
         return tuple(scores)
+
+
+def scored_tokens(chunk: Chunk) -> list[int]:
+    """The prompt tokens that a chunk's positions predict."""
+    sequence = chunk.sequence
+    return sequence.token_ids[chunk.start + 1 : min(chunk.end + 1, sequence.num_prompt_tokens)]

@@ -54,8 +54,8 @@ class Sampler:
             for index in adjusted:
                 self._adjust(logits[index], rows[index])
         tokens = _greedy(logits)
-        drawn = [index for index, row in enumerate(rows) if not _is_greedy(row.sampling)]
-        plain = [index for index in drawn if not _is_filtered(rows[index].sampling)]
+        drawn = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
+        plain = [index for index in drawn if not is_filtered(rows[index].sampling)]
         for index, token in zip(plain, _draw_plain(logits[plain], [rows[i] for i in plain]), strict=True):
             tokens[index] = tokens[index] if token is None else token
         for index in set(drawn).difference(plain):
@@ -84,10 +84,10 @@ class Sampler:
             _penalise_counts(logits, row.output_ids, sampling)
         mask = row.matcher.mask() if row.matcher is not None else b""
         if mask:
-            _constrain(logits, mask)
+            constrain(logits, mask)
 
 
-def _constrain(logits: Tensor, mask: bytes) -> None:
+def constrain(logits: Tensor, mask: bytes) -> None:
     """Leaves only the tokens of ``mask`` [a bit each, lowest first]. Where none of them has a logit left (min_tokens
     took it, or it is NaN) all of them are equal: what is drawn is always of the mask."""
     packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(logits.device)
@@ -125,11 +125,13 @@ def _greedy(logits: Tensor) -> list[int]:
     return (logits == highest).to(torch.uint8).argmax(dim=-1).tolist()
 
 
-def _is_greedy(sampling: SamplingParams) -> bool:
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Nothing is drawn."""
     return sampling.temperature < MIN_TEMPERATURE or sampling.top_k == 1
 
 
-def _is_filtered(sampling: SamplingParams) -> bool:
+def is_filtered(sampling: SamplingParams) -> bool:
+    """Some tokens are not drawn at all."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 

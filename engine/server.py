@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import wire
-from engine.adapter_tiers import AdapterTiers, DiskTier
+from engine.adapter_tiers import AdapterTiers, DiskTier, with_disk_tier
 from engine.connection import Connection
 from engine.engine import Engine
 from engine.grammar import Compiler
@@ -53,12 +53,15 @@ class Server:
         self._identity = identity
         self._engine = engine
         self._connections: set[Connection] = set()
+        self._disk = disk
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._steps = StepThread(engine, self._deliver, self._break)
         compiler = Compiler(identity.tokenizer.tokenizer_json, identity.card.vocab_size, identity.card.eos_token_ids)
         self._gate = GrammarGate(self._steps, compiler, self._reject)
-        self._adapters = AdapterTiers(disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed)
+        self._adapters = AdapterTiers(
+            disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed, engine.prepare_adapter
+        )
         self._delivery: asyncio.Task[None] | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None
@@ -141,8 +144,16 @@ class Server:
     def received(self, connection: Connection, message: wire.ToEngine) -> None:
         if isinstance(message, wire.StatsRequest):
             self._steps.stats(lambda families: self._send_stats(connection, message.seq, families))
+        elif isinstance(message, wire.AdapterForget):
+            self._adapters.forget(message.adapter_key)
+            self._steps.post(self._engine.forget_adapter, message.adapter_key)
+        elif isinstance(message, wire.ResidencyRequest):
+            self._steps.ask(
+                lambda: self._engine.adapters.residency(message.keys),
+                lambda tiers: connection.send(wire.ResidencyReply(message.seq, self._disk.join(tiers, message.keys))),
+            )
         elif not connection.is_gateway:
-            raise wire.WireError("an observer may only ask for stats")
+            raise wire.WireError("an observer may only ask, and have adapters forgotten")
         else:
             self._received_of_gateway(connection, message)
 
@@ -160,9 +171,6 @@ class Server:
                 self._gate.post(message.request_id, self._engine.abort, message.request_id, message.choice)
             case wire.AdapterChunk() | wire.AdapterUnavailable():
                 self._adapters.receive(connection, message)
-            case wire.AdapterForget():
-                self._adapters.forget(message.adapter_key)
-                self._steps.post(self._engine.forget_adapter, message.adapter_key)
             case wire.Ack():
                 self._records.acked(message)
 
@@ -245,7 +253,8 @@ class Server:
     # ── the process ──────────────────────────────────────────────────────────────────────────────
 
     def _send_stats(self, connection: Connection, seq: int, families: list[wire.Family]) -> None:
-        connection.send(wire.StatsReply(seq, [*families, *self._gate.families(), *self._own_families()]))
+        told = [*with_disk_tier(families, self._disk), *self._gate.families(), *self._own_families()]
+        connection.send(wire.StatsReply(seq, told))
 
     def _own_families(self) -> list[wire.Family]:
         gauges = (

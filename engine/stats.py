@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.cost import split
+from engine.device_counters import DeviceCounters
 from engine.experts import ExpertLoad
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import CLASS_RANK
@@ -18,6 +19,7 @@ LOAD_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 UTILIZATION_WINDOW_NS = 10_000_000_000
 MAX_LISTED_ADAPTERS = 32
+RESIDENT_FAMILY = "tenora_adapters_resident"  # the server adds the disk tier's sample
 
 Labels = dict[str, str]
 
@@ -103,14 +105,22 @@ class EngineStats:
     """Adds up steps. Every nanosecond since the start is in one account: attributed to a request, adapter load,
     idle (as the step thread says), or overhead: scheduling, and what else lies between two forwards."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], int], experts: ExpertLoad | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], int],
+        experts: ExpertLoad | None = None,
+        device: DeviceCounters | None = None,
+    ) -> None:
         self.account_ns = dict.fromkeys(("attributed", "load", "overhead", "idle"), 0)
         self.phase_ns = {"prefill": 0, "decode": 0}
         self._scheduler = scheduler
         self._clock = clock
         self._experts = experts
+        self._device = device
+        self._num_bytes = 0
         self._started_ns = self._ended_ns = clock()
-        self._recent: deque[tuple[int, int]] = deque()  # (end, busy ns) of the steps in the window
+        self._recent: deque[tuple[int, int, int]] = deque()  # (end, busy ns, bytes) of the steps in the window
         self._step_seconds = {kind: Histogram(STEP_BUCKETS) for kind in ("prefill", "decode", "mixed")}
         self._batch_tokens = {"prefill": Histogram(SIZE_BUCKETS), "decode": Histogram(SIZE_BUCKETS)}
         self._batch_sequences = Histogram(SIZE_BUCKETS)
@@ -144,6 +154,7 @@ class EngineStats:
             *_block_families(self._scheduler),
             *_adapter_families(self._scheduler),
             *self._expert_families(),
+            *self._device_families(),
             _histogram("tenora_adapter_load_seconds", "Moving an adapter into its slot", {"": self._load_seconds}),
         ]
 
@@ -155,7 +166,9 @@ class EngineStats:
         for phase, count in (("prefill", step.num_prefill_tokens), ("decode", step.num_decode_tokens)):
             if count:
                 self._batch_tokens[phase].observe(count)
-        self._recent.append((self._ended_ns, step.run_ns))
+        num_bytes = self._device.num_bytes if self._device else 0
+        self._recent.append((self._ended_ns, step.run_ns, num_bytes - self._num_bytes))
+        self._num_bytes = num_bytes
         while self._recent[0][0] < self._ended_ns - UTILIZATION_WINDOW_NS:
             self._recent.popleft()
 
@@ -166,7 +179,7 @@ class EngineStats:
         yield _family("tenora_phase_gpu_seconds", "counter", "Attributed device time by phase", "phase", phases)
         now_ns = self._clock()
         window_ns = min(UTILIZATION_WINDOW_NS, now_ns - self._started_ns)
-        busy_ns = sum(run_ns for end_ns, run_ns in tuple(self._recent) if end_ns > now_ns - UTILIZATION_WINDOW_NS)
+        busy_ns = sum(run_ns for _, run_ns, _ in self._in_window(now_ns))
         ratio = min(1.0, busy_ns / window_ns) if window_ns > 0 else 0.0
         yield _single("tenora_gpu_utilization_ratio", "gauge", "Busy / wall time of the last ten seconds", ratio)
 
@@ -174,6 +187,19 @@ class EngineStats:
         yield _histogram("tenora_step_seconds", "Forward passes", self._step_seconds, "kind")
         yield _histogram("tenora_batch_sequences", "Sequences of a step", {"": self._batch_sequences})
         yield _histogram("tenora_batch_tokens", "Tokens of a step", self._batch_tokens, "phase")
+
+    def _in_window(self, now_ns: int) -> list[tuple[int, int, int]]:
+        return [step for step in tuple(self._recent) if step[0] > now_ns - UTILIZATION_WINDOW_NS]
+
+    def _device_families(self) -> Iterable[Family]:
+        if self._device is None:
+            return
+        steps = self._in_window(self._clock())
+        could = sum(run_ns for _, run_ns, _ in steps) / 1e9 * self._device.peak_bytes_s
+        ratio = sum(num_bytes for _, _, num_bytes in steps) / could if could else 0.0
+        help_text = "Bytes that the steps of the last ten seconds had to move / what the memory could have moved"
+        yield _single("tenora_memory_bandwidth_ratio", "gauge", help_text, ratio)
+        yield from self._device.families()
 
     def _expert_families(self) -> Iterable[Family]:
         if self._experts is None:
@@ -218,8 +244,8 @@ def _block_families(scheduler: Scheduler) -> Iterable[Family]:
 
 def _adapter_families(scheduler: Scheduler) -> Iterable[Family]:
     adapters = scheduler.adapters
-    tiers = {"device": adapters.num_resident, "host": len(adapters.host)}
-    yield _family("tenora_adapters_resident", "gauge", "Adapters whose weights are there", "tier", tiers)
+    tiers = {"device": adapters.num_resident, "cpu": len(adapters.host)}
+    yield _family(RESIDENT_FAMILY, "gauge", "Adapters whose weights are there", "tier", tiers)
     free, idle = adapters.num_free, adapters.num_idle
     states = {"free": free, "idle": idle, "pinned": adapters.num_slots - free - idle}
     yield _family("tenora_adapter_slots", "gauge", "Adapter slots by state", "state", states)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from engine import wire
 from engine.engine import Engine, StepResult
@@ -18,6 +19,8 @@ from engine.errors import EngineError
 from engine.intake import Grammar
 
 logger = logging.getLogger("engine.step")
+
+Answer = TypeVar("Answer")
 
 # A waiting request may need no command to go on (a slot that was pinned is free now): look again, at leisure.
 IDLE_WITH_WORK_S = 0.02
@@ -80,6 +83,10 @@ class StepThread:
             self.post(lambda: self._on_loop(reply, self._engine.stats.families()))
         else:
             reply(self._engine.stats.families())
+
+    def ask(self, question: Callable[[], Answer], reply: Callable[[Answer], None]) -> None:
+        """Has ``question()`` answered between two steps, and calls ``reply`` with the answer on the loop."""
+        self.post(lambda: self._on_loop(reply, question()))
 
     def _add(self, submit: wire.Submit, grammar: Grammar | None) -> None:
         try:

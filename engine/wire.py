@@ -21,12 +21,21 @@ import msgspec
 from msgspec import Struct
 
 from engine.framing import Frames, WireError, frame, pack_ids, unpack_ids  # noqa: F401 (names of the wire too)
+from engine.wire_adapters import (  # noqa: F401 (the wire's other half)
+    ADAPTER_CHUNK_BYTES,
+    AdapterChunk,
+    AdapterForget,
+    AdapterUnavailable,
+    AdapterWanted,
+    ResidencyReply,
+    ResidencyRequest,
+    Tier,
+)
 from engine.wire_cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
 
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two
 MAX_CONTEXT_BYTES = 512
-ADAPTER_CHUNK_BYTES = 1 << 20
 
 FlowClass: TypeAlias = Literal["interactive", "standard", "batch"]
 FinishReason: TypeAlias = Literal["", "stop", "length", "abort", "error"]
@@ -105,7 +114,7 @@ class Family(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First frame. A gateway serves adapters and receives records; an observer only asks for stats."""
+    """First frame. A gateway serves adapters and gets records; observers ask for stats and say what to forget."""
 
     peer: str
     role: Role = "gateway"
@@ -160,30 +169,6 @@ class Close(Struct, frozen=True, tag="close"):
     post_ns: int = 0
     first_token_ns: int = 0  # request fully read → first token flushed; 0 = none was
     surplus_tokens: int = 0
-
-
-class AdapterChunk(Struct, frozen=True, tag="adapter_chunk"):
-    """A piece (≤ 1 MiB) of a canonical adapter file; ``sha256`` is the whole file's, hex."""
-
-    adapter_key: str
-    offset: int
-    total_bytes: int
-    sha256: str
-    data: bytes
-
-
-class AdapterUnavailable(Struct, frozen=True, tag="adapter_unavailable"):
-    """The gateway can't give that adapter (deleted, or its bytes fail their hash): code for the caller."""
-
-    adapter_key: str
-    code: str
-    message: str
-
-
-class AdapterForget(Struct, frozen=True, tag="adapter_forget"):
-    """A deleted version: drop it from every tier as soon as no running sequence uses it."""
-
-    adapter_key: str
 
 
 class Ack(Struct, frozen=True, tag="ack"):
@@ -244,18 +229,12 @@ class StepFrame(Struct, frozen=True, tag="step"):
 
 class Finished(Struct, frozen=True, tag="finished"):
     """Terminal: all choices have ended. ``error_code`` '' is success, else what ended it (adapter_corrupt,
-    adapter_unavailable, invalid_adapter, internal)."""
+    adapter_unavailable, adapter_delayed, invalid_adapter, internal)."""
 
     request_id: str
     usage: Usage
     error_code: str = ""
     error_message: str = ""
-
-
-class AdapterWanted(Struct, frozen=True, tag="adapter_wanted"):
-    """The engine has no copy of this adapter: answer with AdapterChunks or AdapterUnavailable."""
-
-    adapter_key: str
 
 
 class Record(Struct, frozen=True, tag="record"):
@@ -298,8 +277,9 @@ OUTCOME_LOST = 0
 
 ToEngine: TypeAlias = (
     Hello | Submit | Grant | Abort | Close | AdapterChunk | AdapterUnavailable | AdapterForget | Ack | StatsRequest
-)
-ToGateway: TypeAlias = Welcome | Rejected | StepFrame | Finished | AdapterWanted | Record | StatsReply
+    | ResidencyRequest
+)  # fmt: skip
+ToGateway: TypeAlias = Welcome | Rejected | StepFrame | Finished | AdapterWanted | Record | StatsReply | ResidencyReply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

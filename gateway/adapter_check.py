@@ -1,10 +1,15 @@
 """Checks an uploaded adapter in a process of its own, with a deadline: what parses hostile bytes can be killed.
 
-The child is ``python -m gateway.adapter_worker``: one Job in msgpack on its stdin, one Verdict on its stdout.
+The child is ``python -m gateway.adapter_worker``: one Job or HeaderJob in msgpack on its stdin, one Verdict on its
+stdout.
 """
 
 import asyncio
+import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -14,10 +19,11 @@ from gateway.errors import ApiError
 
 DEADLINE_S = 60.0
 MAX_AT_ONCE = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _slots = asyncio.Semaphore(MAX_AT_ONCE)
 
 
-class Job(Struct, frozen=True):
+class Job(Struct, frozen=True, tag="adapter"):
     """An upload, the shape of its base model, and (by their names) the tenant's limits."""
 
     config: bytes
@@ -32,6 +38,19 @@ class Job(Struct, frozen=True):
     experts: ExpertCard | None = None
 
 
+class HeaderJob(Struct, frozen=True, tag="header"):
+    """Weights of which the header is here, and jobs for every base model that may be meant: is it one of theirs?
+
+    ``file_bytes`` None: nobody has said how long the file will be."""
+
+    weights: str
+    file_bytes: int | None
+    bases: list[Job]
+
+
+AnyJob: TypeAlias = Job | HeaderJob
+
+
 class Checked(Struct, frozen=True):
     """What a sound upload came to; its canonical file is at the job's ``out``."""
 
@@ -44,14 +63,26 @@ class Checked(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """Either the adapter or the reasons against it."""
+    """Either the adapter or the reasons against it; neither for a sound header. ``no_room``: the disk is full."""
 
     adapter: Checked | None
     reasons: list[str]
+    no_room: bool = False
 
 
 async def check(job: Job, deadline_s: float = DEADLINE_S) -> Checked:
-    """Raises ApiError 422 with all reasons, also when the check didn't end in time."""
+    """Raises ApiError 422 with all reasons, also when the check didn't end in time; 507."""
+    verdict = await _ask(job, deadline_s)
+    assert verdict.adapter is not None, "no reasons, so an adapter"
+    return verdict.adapter
+
+
+async def check_header(job: HeaderJob, deadline_s: float = DEADLINE_S) -> None:
+    """Raises ApiError 422 with all reasons that the header gives."""
+    await _ask(job, deadline_s)
+
+
+async def _ask(job: AnyJob, deadline_s: float) -> Verdict:
     async with _slots:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gateway.adapter_worker",
@@ -69,11 +100,29 @@ async def check(job: Job, deadline_s: float = DEADLINE_S) -> Checked:
     if child.returncode != 0:
         raise RuntimeError(f"the adapter worker ended with {child.returncode}")
     verdict = msgspec.msgpack.decode(output, type=Verdict)
-    if verdict.adapter is None:
+    if verdict.no_room:
+        raise no_room()
+    if verdict.reasons:
         raise refusal(verdict.reasons)
-    return verdict.adapter
+    return verdict
 
 
 def refusal(reasons: list[str]) -> ApiError:
     """422 with everything that is wrong."""
     return ApiError(f"The adapter is refused: {'; '.join(reasons)}", code="invalid_adapter", reasons=tuple(reasons))
+
+
+def no_room() -> ApiError:
+    """507."""
+    return ApiError("There is no room for this adapter at the moment.", code="storage_full")
+
+
+@contextmanager
+def disk_may_be_full() -> Iterator[None]:
+    """A disk, a quota or a file-size limit that is reached is the caller's 507, not our bug."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise no_room() from None
+        raise

@@ -6,19 +6,39 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.adapter_check import Checked, Job, Verdict
+from gateway.adapter_check import NO_ROOM, AnyJob, Checked, HeaderJob, Job, Verdict
+from tenants.adapter_header import BadHeader, read_header
 from tenants.adapter_shape import AdapterShape, ExpertShape
 from tenants.adapters import InvalidAdapter, canonicalise
 
 
 def main() -> None:
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=AnyJob)
+    try:
+        verdict = _header_verdict(job) if isinstance(job, HeaderJob) else _adapter_verdict(job)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        verdict = Verdict(None, [], no_room=True)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(verdict))
+
+
+def _adapter_verdict(job: Job) -> Verdict:
     try:
         adapter = canonicalise(job.config, Path(job.weights), Path(job.out), _shape(job), job)
-        verdict = Verdict(msgspec.convert(asdict(adapter), Checked), [])
     except InvalidAdapter as error:
-        verdict = Verdict(None, error.reasons)
-    sys.stdout.buffer.write(msgspec.msgpack.encode(verdict))
+        return Verdict(None, error.reasons)
+    return Verdict(msgspec.convert(asdict(adapter), Checked), [])
+
+
+def _header_verdict(job: HeaderJob) -> Verdict:
+    max_tensors = max(_shape(base).max_tensors for base in job.bases)
+    try:
+        with Path(job.weights).open("rb") as file:
+            read_header(file, job.file_bytes, max_tensors)
+    except BadHeader as error:
+        return Verdict(None, error.reasons)
+    return Verdict(None, [])
 
 
 def _shape(job: Job) -> AdapterShape:

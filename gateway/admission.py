@@ -2,24 +2,19 @@
 
 import asyncio
 import contextlib
-import logging
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import anyio
 
 from gateway.call import Call
 from gateway.errors import ApiError
+from gateway.limiter import Limiter
 from gateway.work import Work
 from tenants.errors import StoreUnavailable
-from tenants.quota import LEASE_MS, RENEW_EVERY_MS, Headroom, Quota, Refused, Reservation, SettleKind
+from tenants.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation, SettleKind
 
 EXTEND_TOKENS = 256  # a block of further output tokens of each choice
-MAX_DOUBTFUL = 4096  # reservations of which nobody knows whether the store took them
-RETRY_VOID_S = 0.25
-_log = logging.getLogger("gateway.admission")
 
 
 @dataclass(slots=True)
@@ -36,29 +31,22 @@ class Ticket:
 
 @dataclass(slots=True)
 class Admission:
-    """The limiter's side of the request path. ``closed`` refuses new requests: this process is draining."""
+    """The limits' side of the request path. ``closed`` refuses new requests: this process is draining."""
 
-    quota: Quota
-    count_fallback: Callable[[str, str], None]  # kind, reason
+    limiter: Limiter
     closed: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _tickets: dict[str, Ticket] = field(default_factory=dict)
-    _doubtful: deque[tuple[int, Reservation]] = field(default_factory=lambda: deque(maxlen=MAX_DOUBTFUL))
-    _doubts: asyncio.Event = field(default_factory=asyncio.Event)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    _store_is_down: bool = False
+    _renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to renew the leases of what runs."""
         self.idle.set()
-        self._tasks = [
-            asyncio.create_task(self._renew(), name="lease renewal"),
-            asyncio.create_task(self._void_doubtful(), name="doubtful reservations"),
-        ]
+        self._renewing = asyncio.create_task(self._renew(), name="lease renewal")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        if self._renewing is not None:
+            self._renewing.cancel()
 
     @contextlib.asynccontextmanager
     async def admit(self, call: Call, work: Work) -> AsyncIterator[Ticket]:
@@ -75,7 +63,7 @@ class Admission:
         finally:
             try:
                 with anyio.CancelScope(shield=True):
-                    await self._settle(ticket)
+                    await self.limiter.settle(ticket.reservation, ticket.used_tokens, ticket.kind)
             finally:
                 del self._tickets[call.request_id]
                 if not self._tickets:
@@ -85,11 +73,7 @@ class Admission:
         """Another block for each of ``num_choices``; False: not now and not later, the choices end there."""
         if ticket.refused_extension:
             return False
-        try:
-            granted = await self.quota.extend(ticket.reservation, EXTEND_TOKENS * num_choices)
-        except StoreUnavailable as error:
-            self._note(error)
-            granted = False
+        granted = await self.limiter.extend(ticket.reservation, EXTEND_TOKENS * num_choices)
         ticket.refused_extension = not granted
         ticket.granted_tokens += EXTEND_TOKENS if granted else 0
         return granted
@@ -97,56 +81,20 @@ class Admission:
     async def _reserve(self, call: Call, work: Work) -> Ticket:
         reservation = _reservation(call, work)
         try:
-            verdict = await self.quota.reserve(reservation)
-        except BaseException as error:  # also a cancellation: the store may have taken it, or still do so
-            self._doubtful.append((time.monotonic_ns(), reservation))
-            self._doubts.set()
-            if not isinstance(error, StoreUnavailable):
-                raise
-            self._note(error)
+            verdict = await self.limiter.reserve(reservation, is_spending=work.principal.has_spend_limit)
+        except StoreUnavailable:
             raise ApiError("The rate limiter does not answer; try again.", code="store_unavailable") from None
-        self._note(None)
         call.headers |= rate_limit_headers(verdict.headroom)
+        if self.limiter.is_away and reservation.limited_scopes():
+            call.headers["x-ratelimit-degraded"] = "true"
         if isinstance(verdict, Refused):
             raise _rate_limited(verdict, reservation.tokens)
         return Ticket(reservation, work.granted_tokens)
 
-    async def _settle(self, ticket: Ticket) -> None:
-        try:
-            await self.quota.settle(ticket.reservation, ticket.used_tokens, ticket.kind)
-        except StoreUnavailable as error:  # the lease runs out by itself; the tokens stay debited
-            self._note(error)
-
-    async def _void_doubtful(self) -> None:
-        """Gives back what was reserved for requests that heard nothing of it, as soon as the store answers. What is
-        older than a lease has lost that already, and most of its tokens are back: it is left."""
-        while True:
-            await self._doubts.wait()
-            since_ns, reservation = self._doubtful.popleft()
-            try:
-                if time.monotonic_ns() - since_ns < LEASE_MS * 1_000_000:
-                    await self.quota.settle(reservation, 0, "void")
-            except StoreUnavailable:
-                self._doubtful.appendleft((since_ns, reservation))
-                await asyncio.sleep(RETRY_VOID_S)
-            if not self._doubtful:
-                self._doubts.clear()
-
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_EVERY_MS / 1000)
-            try:
-                await self.quota.renew([ticket.reservation for ticket in self._tickets.values()])
-            except StoreUnavailable as error:
-                self._note(error)
-
-    def _note(self, error: StoreUnavailable | None) -> None:
-        """One log line for each change; each failure counts as a fallback to the safe answer."""
-        if error is not None:
-            self.count_fallback("limiter", "store_unavailable")
-        if (error is not None) != self._store_is_down:
-            self._store_is_down = error is not None
-            _log.warning("the limiter's store %s", f"failed: {error}" if error else "answers again")
+            await self.limiter.renew([ticket.reservation for ticket in self._tickets.values()])
 
 
 def _reservation(call: Call, work: Work) -> Reservation:
@@ -157,13 +105,25 @@ def _reservation(call: Call, work: Work) -> Reservation:
         tenant_id=principal.tenant_id,
         key_id=principal.key_id,
         tokens=work.reserved_tokens,
-        scopes=(("tenant", principal.limits), (f"key:{principal.key_id}", principal.key_limits)),
+        scopes=(("tenant", principal.limits), (f"key:{principal.key_id}", principal.key_limits), *_own_scopes(work)),
     )
+
+
+def _own_scopes(work: Work) -> list[tuple[str, Limits]]:
+    """The key's limits for this request's base model and adapter."""
+    principal, target = work.principal, work.target
+    named = {"model": target.model.name, "adapter": target.adapter.name if target.adapter else ""}
+    return [
+        (f"key:{principal.key_id}:{scope.kind}:{scope.name}", scope.limits)
+        for scope in principal.scoped_limits
+        if named[scope.kind] == scope.name
+    ]
 
 
 def _rate_limited(refused: Refused, asked_tokens: int) -> ApiError:
     whose = "this key's" if refused.scope.startswith("key") else "this account's"
-    limit = refused.limit.replace("_", " ")
+    _, _, scope = refused.scope.removeprefix("key:").partition(":")
+    limit = refused.limit.replace("_", " ") + (" for the {} {}".format(*scope.split(":", 1)) if scope else "")
     message = f"Rate limit reached: {whose} limit of {limit}."
     if refused.retry_after_ms is None:
         message = f"The request of {asked_tokens} tokens is larger than {whose} limit of {limit}; make it smaller."

@@ -1,17 +1,19 @@
 """The public API as a Litestar app over the parts of a running gateway."""
 
 import logging
-from typing import Any
 
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import ASGIApp
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.access import undeclared
 from gateway.call import named
 from gateway.errors import ApiError, as_api_error
-from gateway.parts import Parts
+from gateway.methods import without_options
+from gateway.parts import Parts, authenticated
 from gateway.routes import adapters, completions, health, models, requests, usage
 
 _log = logging.getLogger("gateway.app")
@@ -19,6 +21,11 @@ _log = logging.getLogger("gateway.app")
 
 def build_app(parts: Parts) -> ASGIApp:
     """Every answer has its ``x-request-id``, every failure OpenAI's error body."""
+    return named(without_options(public_app(parts)))
+
+
+def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
+    """The routes, ``more`` for tests of what may be one. Raises AssertionError for a route without its declaration."""
     app = Litestar(
         route_handlers=[
             *completions.handlers,
@@ -27,7 +34,9 @@ def build_app(parts: Parts) -> ASGIApp:
             *requests.handlers,
             *usage.handlers,
             *health.handlers,
+            *more,
         ],
+        guards=[authenticated],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _framework_error,
@@ -38,24 +47,11 @@ def build_app(parts: Parts) -> ASGIApp:
         logging_config=None,
         openapi_config=None,
     )
-    return named(_without_options(app))
+    assert not undeclared(app), undeclared(app)
+    return app
 
 
-def _without_options(app: Any) -> ASGIApp:
-    """The framework answers OPTIONS by itself, without a key; this API has no such method."""
-
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] in ("OPTIONS", "TRACE"):
-            error = ApiError(f"The method {scope['method']} is not allowed here.", code="method_not_allowed")
-            response = _api_error(None, error).to_asgi_response(app=None, request=Request(scope))
-            await response(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return serve
-
-
-def _api_error(_: Request | None, error: ApiError) -> Response:
+def _api_error(_: Request, error: ApiError) -> Response:
     return Response(error.body(), status_code=error.status, headers=error.response_headers())
 
 

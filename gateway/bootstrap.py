@@ -13,19 +13,29 @@ from pathlib import Path
 import msgspec
 from redis.asyncio import Redis
 from sqlalchemy.exc import SQLAlchemyError
+from sqlmodel.ext.asyncio.session import AsyncSession
 
 import migrations
-from gateway.client import Api, ApiFailed, adapter_files
+from gateway.bodies import key_body, operator_body, rate_card_body, tenant_body
+from gateway.client import Api, ApiFailed, push_adapter
 from gateway.ops_app import OpsContext
 from gateway.settings import DEFAULT_MODEL, MOE_MODEL, CannotStart, Settings, parse_model
 from tenants import keys
+from tenants.audit_log import SERVER, AuditLog, Change
+from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory, bump_epoch
 from tenants.errors import TenantsError
-from tenants.keys import Minted
 from tenants.pricing import default_prices
-from tenants.repositories import OPERATOR_SCOPES, KeyRepository, RateCardRepository, TenantRepository
+from tenants.repositories import (
+    OPERATOR_SCOPES,
+    KeyRepository,
+    OperatorRepository,
+    RateCardRepository,
+    TenantRepository,
+)
 from tenants.secrets import Secrets
+from tenants.tables import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +97,12 @@ async def _ensure(settings: Settings, context: OpsContext, credentials: Credenti
     await _ensure_operator(context, credentials)
     if settings.wants_demo:
         await _ensure_demo_tenants(context, credentials)
+    else:
+        await _revoke_demo_keys(context.database)
+    await _finish_deletions(context)
     write_credentials(settings.credentials, credentials)
     await bump_epoch(context.redis)
+    await context.directory.refresh()  # the first caller of the ops port may have the new key already
 
 
 async def open_stores(settings: Settings) -> OpsContext:
@@ -103,7 +117,7 @@ async def open_stores(settings: Settings) -> OpsContext:
         directory = Directory(database, redis, secrets)
         await directory.start()
         on_failure.pop_all()
-    return OpsContext(database, redis, secrets, directory)
+    return OpsContext(database, redis, secrets, directory, BlobStore(settings.blobs))
 
 
 def read_credentials(path: Path) -> Credentials:
@@ -134,17 +148,19 @@ async def _ensure_rate_card(database: Database) -> None:
         cards = RateCardRepository(session)
         if not await cards.list_all():
             now = time.time_ns()
-            await cards.publish(default_prices(), now, now)
+            card = await cards.publish(default_prices(), now, now)
+            created = Change("rate_card.create", card.rate_card_id, None, rate_card_body(card))
+            await AuditLog(session).append(SERVER, created)
 
 
 async def _ensure_operator(context: OpsContext, credentials: Credentials) -> None:
     if context.directory.authenticate_operator(credentials.operator_key):
         return
-    minted = keys.mint("ops")
+    new = keys.issue("ops", context.secrets)
     async with context.database.transaction() as session:
-        digest = keys.digest(minted.text, context.secrets.key_pepper)
-        await KeyRepository(session).create_operator(minted, digest, "first start", list(OPERATOR_SCOPES))
-    credentials.operator_key = minted.text
+        key = await OperatorRepository(session).create(new, "first start", OPERATOR_SCOPES)
+        await AuditLog(session).append(SERVER, Change("operator.create", key.key_id, None, operator_body(key)))
+    credentials.operator_key = new.minted.text
 
 
 async def _ensure_demo_tenants(context: OpsContext, credentials: Credentials) -> None:
@@ -157,17 +173,42 @@ async def _ensure_demo_tenants(context: OpsContext, credentials: Credentials) ->
             if tenant and (known is None or known.tenant_id != tenant.tenant_id):
                 log.warning("a tenant %s is there already and not from this home: no demo for it", name)
                 continue
-            tenant = tenant or await TenantRepository(session).create(name)
-            minted = await _mint_demo_key(KeyRepository(session), tenant.tenant_id, context.secrets)
-        credentials.tenants[name] = TenantCredentials(tenant.tenant_id, minted.text)
+            tenant = tenant or await _create_demo_tenant(session, name)
+            text = await _create_demo_key(session, tenant.tenant_id, context.secrets)
+        credentials.tenants[name] = TenantCredentials(tenant.tenant_id, text)
 
 
-async def _mint_demo_key(repository: KeyRepository, tenant_id: str, secrets: Secrets) -> Minted:
-    minted = keys.mint("live")
-    digest = keys.digest(minted.text, secrets.key_pepper)
-    expires = time.time_ns() + DEMO_KEY_DAYS * _DAY_NS
-    await repository.create(tenant_id, minted, digest, name="demo", expires_unix_ns=expires)
-    return minted
+async def _create_demo_tenant(session: AsyncSession, name: str) -> Tenant:
+    tenant = await TenantRepository(session).create(name)
+    await AuditLog(session).append(SERVER, Change("tenant.create", tenant.tenant_id, None, tenant_body(tenant)))
+    return tenant
+
+
+async def _create_demo_key(session: AsyncSession, tenant_id: str, secrets: Secrets) -> str:
+    """The new key's text."""
+    new, expires = keys.issue("live", secrets), time.time_ns() + DEMO_KEY_DAYS * _DAY_NS
+    key = await KeyRepository(session).create(tenant_id, new, name="demo", expires_unix_ns=expires, is_demo=True)
+    await AuditLog(session).append(SERVER, Change("key.create", key.key_id, None, key_body(key)))
+    return new.minted.text
+
+
+async def _revoke_demo_keys(database: Database) -> None:
+    """Keys that an earlier start made for a machine of one's own open nothing where others can reach it."""
+    async with database.transaction() as session:
+        repository = KeyRepository(session)
+        for key in await repository.live_demo_keys():
+            before = key_body(key)
+            after = key_body(await repository.revoke(key.tenant_id, key.key_id))
+            await AuditLog(session).append(SERVER, Change("key.revoke", key.key_id, before, after))
+            log.warning("the demo key %s is revoked: this start has no demo", key.key_id)
+
+
+async def _finish_deletions(context: OpsContext) -> None:
+    """Bytes of deleted tenants that a crash has left."""
+    async with context.database.session() as session:
+        deleted = await TenantRepository(session).list_deleted()
+    for tenant_id in deleted:
+        await asyncio.to_thread(context.blobs.delete_tenant, tenant_id)
 
 
 # ── the demo's adapters, through the public API like any tenant's ────────────────────────────────
@@ -200,5 +241,4 @@ def _push(api: Api, adapter: str, base_model: str) -> None:
     except ApiFailed as error:
         if error.status != 404:
             raise
-        fields = {"name": adapter, "base_model": base_model, "expected_version": "0"}
-        api.call("POST", "/adapters", data=fields, files=adapter_files(_DEMO / adapter))
+        push_adapter(api, _DEMO / adapter, adapter, base_model, expected_version=0)

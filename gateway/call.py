@@ -54,6 +54,7 @@ class Call:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     on_gone: Callable[[], None] | None = None
     answering: bool = False
+    body_ended: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     on_whole: Callable[[bytes | None], Awaitable[None]] | None = None
     is_replay: bool = False
@@ -77,6 +78,12 @@ class Call:
                 return value.decode("latin-1")
         return None
 
+    @property
+    def content_length(self) -> int | None:
+        """How long the body says that it is; None when it comes in chunks. (The parser takes digits only.)"""
+        length = self.header(b"content-length")
+        return int(length) if length else None
+
     def unix_ns(self, monotonic_ns: int) -> int:
         """A time of this process's monotonic clock on the wall clock of the call's start."""
         return self.started_unix_ns + monotonic_ns - self.started_ns
@@ -96,28 +103,29 @@ class Call:
 
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
         """The body as it comes. Raises as ``body`` does; what is too large is read on, so that the 413 is seen."""
-        size, more = 0, True
-        while more:
-            chunk, more = await self._chunk()
+        size = 0
+        while not self.body_ended:
+            chunk = await self._chunk()
             size += len(chunk)
             if size > max_bytes:
-                await self.discard(more)
+                await self.discard()
                 raise ApiError(f"The request body is larger than {max_bytes} bytes.", code="payload_too_large")
             yield chunk
 
-    async def discard(self, more: bool = True) -> None:
-        """Reads the rest of the body, up to MAX_DISCARDED_BYTES, and drops it."""
+    async def discard(self) -> None:
+        """Reads the rest of the body, up to MAX_DISCARDED_BYTES, and drops it: who still sends sees no answer."""
         size = 0
-        while more and size <= MAX_DISCARDED_BYTES:
-            chunk, more = await self._chunk()
-            size += len(chunk)
+        while not self.body_ended and size <= MAX_DISCARDED_BYTES:
+            size += len(await self._chunk())
 
-    async def _chunk(self) -> tuple[bytes, bool]:
+    async def _chunk(self) -> bytes:
         message: Any = await self.receive()
         if message["type"] == "http.disconnect":
             self.gone.set()
+            self.body_ended = True
             raise ApiError("The request body ended early.", code="invalid_json")
-        return message.get("body", b""), message.get("more_body", False)
+        self.body_ended = not message.get("more_body", False)
+        return message.get("body", b"")
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:

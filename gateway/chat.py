@@ -9,7 +9,7 @@ is encoded as ordinary text, marks removed, and with the same seams as in one st
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from gateway.errors import ApiError, invalid
 from gateway.schemas import Message, Part
 from gateway.tokenizer import ModelTokenizer
+from gateway.tools import CALL_OPEN, with_preamble
 
 MAX_RENDERED_CHARS = 16 << 20  # a template may repeat what it is given; nothing sane comes near
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
@@ -32,26 +33,31 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._tokens = tokens
         self._knows_calls = "tool_calls" in source
+        self._knows_tools = CALL_OPEN in source and "tools" in source
         self._tokenizer = tokenizer
         self._control = _alternatives(tokenizer.control)
         self._marks = _mark_finder(tokenizer)
 
-    def render(self, messages: list[Message]) -> list[int]:
+    def render(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The prompt's ids, ending where the assistant's answer begins.
 
         Raises ApiError 400 for messages that the template refuses.
         """
+        told = list(tools)
         plain = [_plain(message, i) for i, message in enumerate(messages)]
         if not self._knows_calls:
             plain = list(map(_with_calls_as_text, plain))
-        mark = _unused_mark(plain)
-        marked = _map_strings(plain, lambda text: self._marks.sub(lambda m: m[1] or m[0] + mark, text))
+        if told and not self._knows_tools:
+            plain, told = with_preamble(plain, told), []
+        words = {"messages": plain} | ({"tools": told} if told else {})
+        mark = _unused_mark(words)
+        marked = _map_strings(words, lambda text: self._marks.sub(lambda m: m[1] or m[0] + mark, text))
         return list(self._encode(self._render(marked), mark))
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, words: dict[str, Any]) -> str:
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(messages=messages, add_generation_prompt=True, **self._tokens):
+            for piece in self._template.generate(**words, add_generation_prompt=True, **self._tokens):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_RENDERED_CHARS:
@@ -149,9 +155,9 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _unused_mark(messages: list[dict[str, Any]]) -> str:
+def _unused_mark(words: dict[str, Any]) -> str:
     seen: set[str] = set()
-    _map_strings(messages, lambda text: seen.update(mark for mark in _MARKS if mark in text) or text)
+    _map_strings(words, lambda text: seen.update(mark for mark in _MARKS if mark in text) or text)
     for mark in _MARKS:
         if mark not in seen:
             return mark

@@ -1,12 +1,22 @@
 """A small client of our own two APIs: what the CLI and the demo need of them."""
 
+import contextlib
+import hashlib
 import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import click
 import httpx
 
 TIMEOUT_S = 60.0
+COMMIT_TIMEOUT_S = 180.0  # the check of a large adapter, and the wait for it
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+PIECE_BYTES = 1 << 20
+SHOW_PROGRESS_BYTES = 8 << 20
 Answer = dict[str, Any]
 
 
@@ -36,8 +46,9 @@ class Api:
     def call(self, method: str, path: str, **more: Any) -> Answer:
         """The answer's JSON object. Raises ApiFailed with the server's own words."""
         url = self._base_url + path
+        options: dict[str, Any] = {"timeout": TIMEOUT_S} | more | {"headers": more.get("headers", {}) | self._headers}
         try:
-            answer = httpx.request(method, url, headers=self._headers, timeout=TIMEOUT_S, trust_env=False, **more)
+            answer = httpx.request(method, url, trust_env=False, **options)
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise ApiFailed(f"{self._base_url} is no URL of a server: {error}") from error
         except httpx.TransportError as error:
@@ -50,6 +61,27 @@ class Api:
         hint = " Is the key of this server?" if answer.status_code == 401 else ""
         raise ApiFailed(message + hint, answer.status_code)
 
+    def lines(self, path: str) -> Iterator[bytes]:
+        """The lines of an answer as they come. Raises ApiFailed, also when it is cut off."""
+        url = self._base_url + path
+        try:
+            with httpx.stream("GET", url, headers=self._headers, timeout=TIMEOUT_S, trust_env=False) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise ApiFailed(_object(answer).get("error", {}).get("message", ""), answer.status_code)
+                yield from (line.encode() for line in answer.iter_lines())
+        except httpx.TransportError as error:
+            raise ApiFailed(f"{url} did not answer to the end ({error})") from error
+
+    def every(self, path: str, params: dict[str, Any]) -> list[Any]:
+        """The items of all pages of a list."""
+        page = self.call("GET", path, params=params)
+        items = page["data"]
+        while page["next_page"]:
+            page = self.call("GET", path, params=params | {"page": page["next_page"]})
+            items += page["data"]
+        return items
+
 
 def _object(answer: httpx.Response) -> Answer:
     try:
@@ -61,7 +93,49 @@ def _object(answer: httpx.Response) -> Answer:
     return body
 
 
-def adapter_files(folder: Path) -> dict[str, Any]:
-    """The two files of a PEFT adapter as an upload's parts. Raises OSError."""
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    return {name: (name, (folder / name).read_bytes()) for name in names}
+def adapter_bytes(folder: Path) -> int:
+    """What ``push_adapter`` would send. Raises OSError."""
+    return sum((folder / file).stat().st_size for file in ADAPTER_FILES)
+
+
+def push_adapter(
+    api: Api,
+    folder: Path,
+    name: str,
+    base_model: str,
+    expected_version: int | None = None,
+    sent: Callable[[int], object] = lambda num_bytes: None,
+) -> Answer:
+    """Uploads what PEFT's save_pretrained wrote, never whole in memory; ``sent`` hears of each piece's bytes.
+
+    Raises ApiFailed, OSError."""
+    path = f"/adapters/{quote(name, safe='')}"
+    for file in ADAPTER_FILES:
+        _put(api, f"{path}/files/{file}", folder / file, sent)
+    body = {"base_model": base_model, "expected_version": expected_version}
+    return api.call("POST", f"{path}/commit", json=body, timeout=COMMIT_TIMEOUT_S)
+
+
+def _put(api: Api, path: str, file: Path, sent: Callable[[int], object]) -> None:
+    digest = hashlib.sha256()
+
+    def pieces() -> Iterator[bytes]:
+        with file.open("rb") as source:
+            while piece := source.read(PIECE_BYTES):
+                digest.update(piece)
+                sent(len(piece))
+                yield piece
+
+    length = {"content-length": str(file.stat().st_size)}
+    if api.call("PUT", path, content=pieces(), headers=length)["sha256"] != digest.hexdigest():
+        raise ApiFailed(f"{file.name} was changed on its way: push it again")
+
+
+@contextlib.contextmanager
+def progress(label: str, num_bytes: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr for what takes a while; called with each piece's bytes."""
+    if num_bytes < SHOW_PROGRESS_BYTES:
+        yield lambda sent: None
+        return
+    with click.progressbar(length=num_bytes, label=f"{label}, {num_bytes / 1e6:.0f} MB", file=sys.stderr) as bar:
+        yield bar.update

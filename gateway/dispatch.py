@@ -35,12 +35,14 @@ class CallerLeft(Exception):
 
 @dataclass(slots=True)
 class Dispatch:
-    """Picks engines. ``post_lost`` records what a dead engine can't; ``rate_card`` gives the prices of a time."""
+    """Picks engines. ``post_lost`` records what a dead engine can't; ``rate_card`` gives the prices of a time,
+    ``holds`` says whether a key is still valid."""
 
     admission: Admission
     secrets: Secrets
     post_lost: PostLost
     rate_card: Callable[[int], RateCard]
+    holds: Callable[[str], bool]
     _flights: set["Flight"] = field(default_factory=set)
     _favourites: OrderedDict[str, EngineClient] = field(default_factory=OrderedDict)
 
@@ -52,6 +54,8 @@ class Dispatch:
         """
         flight = Flight(self, call, work, ticket)
         self._flights.add(flight)
+        if not self.holds(work.principal.key_id):  # revoked while its body came
+            flight.revoke()
         try:
             await flight.launch()
             yield flight
@@ -62,7 +66,13 @@ class Dispatch:
     def interrupt_all(self) -> None:
         """The time to drain is over: what still runs ends with an error event."""
         for flight in list(self._flights):
-            flight.interrupt()
+            flight.interrupt(ApiError("This server is shutting down.", code="draining"))
+
+    def revoke(self, key_ids: frozenset[str]) -> None:
+        """These keys are not valid any more: what they run ends at its next step with an error event."""
+        for flight in list(self._flights):
+            if flight.work.principal.key_id in key_ids:
+                flight.revoke()
 
     def context(self, call: Call, work: Work, attempt: int) -> bytes:
         """What the engine carries for the ledger, sealed."""
@@ -154,15 +164,15 @@ class Flight:
     _attempt: int = 0
     _engine: EngineClient | None = None
     _stream: EngineStream | None = None
-    _interrupted: bool = False
+    _interruption: ApiError | None = None
 
     async def launch(self, attempt: int = 0) -> None:
         """Submits to an engine, not to the one that just failed if there is another."""
         engine = await self.dispatch.engine(self.call, self.work, avoid=self._engine)
         self.output_tokens = [0] * self.work.total_choices
         await self._extend_grant()
-        if self._interrupted:
-            raise ApiError("This server is shutting down.", code="draining")
+        if self._interruption:
+            raise self._interruption
         submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
         try:
             self._stream = engine.submit(submit)
@@ -213,10 +223,14 @@ class Flight:
         """The answer is written to its end, or its caller has left: only now is it one to be billed."""
         self.outcome = CALLER_LEFT if self.call.gone.is_set() else 200
 
-    def interrupt(self) -> None:
-        """The time to drain is over."""
-        self._interrupted = True
+    def interrupt(self, error: ApiError) -> None:
+        """Ends it within two steps; ``error`` is what its caller hears."""
+        self._interruption = error
         self.abort()
+
+    def revoke(self) -> None:
+        """The key is not valid any more. That is the tenant's doing, as if it had left: what was made is billed."""
+        self.interrupt(ApiError("This API key was revoked, or its account suspended.", code="invalid_api_key"))
 
     def phases(self) -> Phases:
         """Where the time of a submitted request went, as its ledger has it."""
@@ -248,16 +262,16 @@ class Flight:
     def _check(self, finished: wire.Finished) -> None:
         if finished.error_code:
             raise self._failed(from_engine(finished.error_code, finished.error_message))
-        if self._interrupted and not self.call.gone.is_set():
-            raise self._failed(ApiError("This server is shutting down.", code="draining"))
+        if self._interruption and not self.call.gone.is_set():
+            raise self._failed(self._interruption)
 
     def _failed(self, error: ApiError) -> ApiError:
-        self.outcome = error.status
+        self.outcome = CALLER_LEFT if error.code == "invalid_api_key" else error.status
         return error
 
     async def _relaunch(self) -> None:
         before, self.outcome = self.outcome, wire.OUTCOME_LOST
-        if self._attempt or any(self.output_tokens) or self.call.gone.is_set() or self._interrupted:
+        if self._attempt or any(self.output_tokens) or self.call.gone.is_set() or self._interruption:
             raise ApiError("The engine that ran this request was lost; nothing is charged.", code="engine_lost")
         await self.launch(attempt=1)
         self.outcome = before

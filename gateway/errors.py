@@ -38,6 +38,7 @@ TABLE: dict[str | None, Row] = {
     "adapter_corrupt": Row(409, "conflict_error"),
     "adapter_unavailable": Row(409, "conflict_error"),
     "limit_reached": Row(409, "conflict_error"),
+    "last_administrator": Row(409, "conflict_error"),
     "idempotency_in_flight": Row(409, "conflict_error", retry_ms=1000),
     "payload_too_large": Row(413, INVALID),
     "unsupported_media_type": Row(415, INVALID),
@@ -60,7 +61,9 @@ ENGINE_CODES: dict[str, str | None] = {
     "draining": "draining",
     "too_long": "context_length_exceeded",
     "invalid": None,
+    "invalid_grammar": None,
     "adapter_corrupt": "adapter_corrupt",
+    "adapter_delayed": "overloaded",
     "adapter_unavailable": "adapter_unavailable",
     "invalid_adapter": "invalid_adapter",
 }

@@ -17,6 +17,8 @@ from gateway.settings import Settings
 
 PULL_SECONDS = 1.0
 WELCOME_TIMEOUT_S = 30.0
+MAX_LISTED_ADAPTERS = 1000
+SHORT_KEY = 12  # digits of an adapter's key, as in the metrics
 
 
 @dataclass(slots=True)
@@ -64,11 +66,11 @@ class Fleet:
             reasons.append("no engine")
         return reasons
 
-    def engines(self) -> list[dict[str, Any]]:
-        """Every replica: who it is, whether it serves, its load as last pulled, its card."""
-        return [self._describe(replica) for replica in self.replicas]
+    async def engines(self) -> list[dict[str, Any]]:
+        """Every replica: who it is, whether it serves, its load as last pulled, which adapters lie where, its card."""
+        return await asyncio.gather(*map(self._describe, self.replicas))
 
-    def _describe(self, replica: Replica) -> dict[str, Any]:
+    async def _describe(self, replica: Replica) -> dict[str, Any]:
         engine, welcome = replica.spec.engine_id, replica.client.welcome
         gauge = self.registry.gauges_of(engine)
         return {
@@ -82,6 +84,7 @@ class Fleet:
                 "running": int(gauge.get("vllm:num_requests_running", 0)),
                 "waiting": int(gauge.get("vllm:num_requests_waiting", 0)),
             },
+            "residency": await _residency(replica),
             "card": msgspec.to_builtins(welcome.card) if welcome else None,
         }
 
@@ -96,6 +99,11 @@ class Fleet:
             if replica.client.welcome:
                 model["revision"] = replica.client.welcome.card.revision
         return list(models.values())
+
+    def forget_adapter(self, key: str) -> None:
+        """Every engine drops it from all its tiers as soon as nothing runs on it."""
+        for replica in self.replicas:
+            replica.client.forget_adapter(key)
 
     async def pull(self) -> None:
         """Brings the sums up to date with every child that answers within a second."""
@@ -122,6 +130,15 @@ class Fleet:
             families = await replica.client.stats()
             if replica.handle.incarnation == incarnation:
                 self.registry.update(replica.spec.engine_id, incarnation, families, model=replica.spec.model)
+
+
+async def _residency(replica: Replica) -> list[dict[str, Any]] | None:
+    """The adapters that any tier holds, by the first digits of their keys; None while the engine does not answer."""
+    try:
+        tiers = await replica.client.residency()
+    except EngineLost:
+        return None
+    return [{"adapter": key[:SHORT_KEY], "tiers": found} for key, found in sorted(tiers.items())][:MAX_LISTED_ADAPTERS]
 
 
 async def _all(work: Iterable[Awaitable[None]]) -> None:

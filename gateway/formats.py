@@ -47,10 +47,6 @@ class Format(Protocol):
         ...
 
 
-def format_of(call: Call, work: Work) -> Format:
-    return ChatFormat(call, work) if work.operation == "chat" else TextFormat(call, work)
-
-
 class _Frame:
     """What all chunks of an answer have in common."""
 

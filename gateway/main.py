@@ -24,11 +24,15 @@ from redis.asyncio import Redis
 
 from engine.client import EngineClient, EngineLost
 from gateway import scrape
+from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
 from gateway.dispatch import Dispatch, Flight
+from gateway.failures import FailedAttempts
+from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
+from gateway.limiter import Limiter
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
@@ -43,13 +47,14 @@ from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
+from tenants.local_share import LocalShare
 from tenants.pricing import Quantities, RateCard, charges, is_billed
 from tenants.quota import Quota
 from tenants.secrets import Secrets
+from tenants.staged_uploads import StagedUploads
 
 ENGINES_READY_S = 30.0
 LAST_WORDS_S = 5.0  # for requests that the end of the drain cut off
-STALE_UPLOAD_S = 3600.0
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger("gateway.main")
 
@@ -75,24 +80,30 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
         settlement = Settlement(
-            database, directory, secrets.context_key, lambda reason: metrics.unbooked.labels(reason).inc()
+            database, directory, secrets.every_context_key, lambda reason: metrics.unbooked.labels(reason).inc()
         )
         await _started(stack, settlement)
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         quota = Quota(redis, settings.store_deadline_s)
-        admission = Admission(quota, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
-        await _started(stack, admission)
+        share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
+        limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
+        admission = await _started(stack, Admission(await _started(stack, limiter)))
         idempotency = await _started(stack, Idempotency(database, secrets))
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card)
+        grammars = GrammarCheck()
+        stack.push_async_callback(grammars.close)
+        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card, directory.holds)
+        directory.on_revoked = dispatch.revoke
+        reader = Reader(targets, grammars)
         yield Parts(
-            pipeline=Pipeline(directory, Reader(targets), idempotency, admission, dispatch, telemetry),
+            pipeline=Pipeline(directory, FailedAttempts(), reader, idempotency, admission, dispatch, telemetry),
             catalog=catalog,
             targets=targets,
             adapters=Adapters(catalog, targets, database, blobs),
             database=database,
             blobs=blobs,
+            uploads=StagedUploads(settings.blobs),
             started_unix_s=int(time.time()),
         )
 
@@ -160,7 +171,7 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with running_parts(settings, index) as parts:
-        await asyncio.to_thread(parts.blobs.sweep, STALE_UPLOAD_S)
+        sweeping = asyncio.create_task(AdapterSweep(parts.adapters, parts.uploads).keep_sweeping(), name="sweep")
         registry = parts.pipeline.telemetry.metrics.registry
         server = _Server(_uvicorn_config(build_app(parts)))
         async with scrape.serve(settings.scrape_path(index), registry):
@@ -174,6 +185,7 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
             await _drain(parts, settings.drain_seconds)
             server.should_exit = True
             await serving
+        sweeping.cancel()
 
 
 async def _accepting(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:

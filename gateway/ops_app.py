@@ -1,6 +1,7 @@
 """The ops port's application: health, metrics, and the admin API for operators' keys."""
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,13 @@ from litestar.exceptions import HTTPException
 from redis.asyncio import Redis
 
 from gateway.errors import ApiError, as_api_error, invalid
+from gateway.failures import FailedAttempts
 from gateway.fleet import Fleet
 from gateway.routes.admin import admin_routes
+from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
-from tenants.errors import InvalidValue, NameTaken, NotFound, StoreUnavailable
+from tenants.errors import InvalidValue, LastAdministrator, NameTaken, NotFound, StoreUnavailable
 from tenants.secrets import Secrets
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ class OpsContext:
     redis: Redis
     secrets: Secrets
     directory: Directory
+    blobs: BlobStore
 
     async def close(self) -> None:
         await self.directory.close()
@@ -42,7 +46,7 @@ def build_ops_app(context: OpsContext, fleet: Fleet) -> Litestar:
     """An ASGI application; its lifespan closes nothing, its caller does."""
     return Litestar(
         route_handlers=[healthz, readyz, metrics, admin_routes()],
-        state=State({"ops": context, "fleet": fleet}),
+        state=State({"ops": context, "fleet": fleet, "failures": FailedAttempts()}),
         exception_handlers={Exception: answer_error},
         request_max_body_size=MAX_BODY_BYTES,
         openapi_config=None,
@@ -90,10 +94,14 @@ def _as_api_error(error: Exception) -> ApiError:
             return ApiError(str(error), code="not_found")
         case NameTaken():
             return ApiError(str(error), code="name_taken", param="name")
+        case LastAdministrator():
+            return ApiError(str(error), code="last_administrator")
         case StoreUnavailable():
             return ApiError(str(error), code="store_unavailable")
         case msgspec.ValidationError():
-            return invalid(str(error))
+            return invalid(str(error), _named(str(error)))
+        case msgspec.DecodeError():
+            return invalid(str(error), code="invalid_json")
         case RecursionError():
             return invalid("The request body is nested too deeply.", code="invalid_json")
         case HTTPException():
@@ -105,8 +113,16 @@ def _from_litestar(error: HTTPException) -> ApiError:
     codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large", 415: "unsupported_media_type"}
     if error.status_code >= 500:
         return ApiError("Internal error.", code="internal")
-    details = [str(e.get("message", e)) if isinstance(e, dict) else str(e) for e in _listed(error.extra)]
-    return ApiError("; ".join([str(error.detail), *details]), code=codes.get(error.status_code))
+    extra = [e if isinstance(e, dict) else {"message": e} for e in _listed(error.extra)]
+    message = "; ".join([str(error.detail), *(str(e.get("message", e)) for e in extra)])
+    named = [name for e in extra if (name := _named(str(e.get("message", ""))) or e.get("key"))]
+    return ApiError(message, code=codes.get(error.status_code), param=named[0] if named else None)
+
+
+def _named(message: str) -> str | None:
+    """The field that msgspec's message is about."""
+    field = re.search(r"unknown field `([^`]+)`|missing required field `([^`]+)`|at `\$\.([^`\[]+)", message)
+    return next((name for name in field.groups() if name), None) if field else None
 
 
 def _listed(extra: Any) -> list[Any]:

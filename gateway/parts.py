@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 from litestar import Request
+from litestar.connection import ASGIConnection
+from litestar.handlers import BaseRouteHandler
 
+from gateway.access import access_of
 from gateway.adapters import Adapters
 from gateway.auth import authenticate
 from gateway.call import call_of
@@ -13,6 +16,7 @@ from gateway.targets import Targets
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Principal
+from tenants.staged_uploads import StagedUploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Parts:
     adapters: Adapters
     database: Database
     blobs: BlobStore
+    uploads: StagedUploads
     started_unix_s: int
 
 
@@ -32,6 +37,18 @@ def parts_of(request: Request) -> Parts:
     return request.app.state.parts
 
 
+def authenticated(connection: ASGIConnection, _: BaseRouteHandler) -> None:
+    """The app's guard: before any handler that needs a key, but for those whose request path does it itself.
+
+    Raises ApiError 401, 403, 429.
+    """
+    access = access_of(connection.scope)
+    if access.needs_key and not access.metered:
+        pipeline = connection.app.state.parts.pipeline
+        principal = authenticate(pipeline.directory, pipeline.failures, call_of(connection.scope))
+        connection.scope["state"]["principal"] = principal
+
+
 def principal_of(request: Request) -> Principal:
-    """Raises ApiError 401."""
-    return authenticate(parts_of(request).pipeline.directory, call_of(request.scope))
+    """Whom the guard let in."""
+    return request.scope["state"]["principal"]

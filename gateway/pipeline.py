@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from litestar.types import Receive, Scope, Send
 
+from gateway.access import access_of
 from gateway.admission import Admission
 from gateway.auth import authenticate
 from gateway.call import call_of
 from gateway.dispatch import CallerLeft, Dispatch
 from gateway.errors import as_api_error
+from gateway.failures import FailedAttempts
 from gateway.idempotency import Idempotency, Replayed
 from gateway.schemas import MAX_BODY_BYTES
 from gateway.streaming import deliver
@@ -26,6 +28,7 @@ class Pipeline:
     """The parts of the path, in its order."""
 
     directory: Directory
+    failures: FailedAttempts
     reader: Reader
     idempotency: Idempotency
     admission: Admission
@@ -34,10 +37,11 @@ class Pipeline:
 
     async def serve(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one completion request, streamed or not. Raises ApiError as long as nothing was sent."""
+        assert access_of(scope).metered, "only a route that says so may run a model"
         call = call_of(scope).over(receive, send)
         work = flight = error = None
         try:
-            principal = authenticate(self.directory, call)
+            principal = authenticate(self.directory, self.failures, call)
             work = await self.reader.read(kind, await call.body(MAX_BODY_BYTES), principal)
             async with (
                 call.watched(),

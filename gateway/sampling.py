@@ -12,7 +12,7 @@ _INT63 = 1 << 63
 
 
 def sampling_params(
-    request: Common, text: TextSide, max_tokens: int, *, logprobs: int, prompt_logprobs: int
+    request: Common, text: TextSide, max_tokens: int, *, logprobs: int, prompt_logprobs: int, grammar: str
 ) -> SamplingParams:
     """Defaults filled in, ids checked. Raises ApiError 400 that names the field."""
     if (request.min_tokens or 0) > max_tokens:
@@ -33,6 +33,7 @@ def sampling_params(
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(check_ids(request.stop_token_ids or (), text, "stop_token_ids")),
+        grammar=grammar,
     )
 
 

@@ -22,6 +22,7 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Label: TypeAlias = Annotated[str, Meta(max_length=512)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+FunctionName: TypeAlias = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Tier: TypeAlias = Literal["auto", "default", "flex", "priority", "fast"]
 
@@ -31,8 +32,36 @@ class StreamOptions(Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(Struct, frozen=True):
+    schema: dict[str, Any]
+    name: FunctionName
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class FunctionTool(Struct, frozen=True):
+    name: FunctionName
+    description: Annotated[str, Meta(max_length=16_384)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Struct, frozen=True):
+    name: FunctionName
+
+
+class NamedTool(Struct, frozen=True):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class Part(Struct, frozen=True):
@@ -96,8 +125,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     functions: list[Any] | None = None
     function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -117,6 +146,14 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 class Rollback(Struct, frozen=True):
     version: Annotated[int, Meta(ge=1, le=1 << 30)]
+    expected_version: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+
+
+class Commit(Struct, frozen=True):
+    """What a multipart upload says in its fields; the files have come before. ``expected_version`` 0: must be new."""
+
+    base_model: Name
+    expected_version: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────
@@ -169,10 +206,24 @@ class UsageBody(Struct, frozen=True):
     completion_tokens_details: CompletionDetails
 
 
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class AnswerCall(Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(Struct, frozen=True):
-    content: str
+    """``tool_calls`` UNSET is left out; ``content`` is null when there is nothing beside them."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -187,9 +238,29 @@ class ChatDelta(Struct, frozen=True, omit_defaults=True):
     content: str | None = None
 
 
+class FunctionDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call's first has its id, type and name; the others only what they add to its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class ToolDelta(Struct, frozen=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
 class ChatChunkChoice(Struct, frozen=True):
     index: int
-    delta: ChatDelta
+    delta: ChatDelta | ToolDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
@@ -218,7 +289,7 @@ class Answer(Struct, frozen=True):
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest, Rollback)
+Body = TypeVar("Body", ChatRequest, CompletionRequest, Rollback, Commit)
 _decoders = {kind: msgspec.json.Decoder(kind) for kind in Body.__constraints__}
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")

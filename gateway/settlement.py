@@ -44,7 +44,7 @@ class Settlement:
 
     database: Database
     directory: Directory
-    context_key: Secret
+    context_keys: tuple[Secret, ...]
     count_unfit: Count
     _ledger: Ledger = field(default_factory=Ledger)
     _queue: asyncio.Queue[_Item] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
@@ -88,7 +88,7 @@ class Settlement:
 
     def _settled(self, record: wire.UsageRecord) -> SettledRequest | None:
         try:
-            context = unseal(record.context, self.context_key)
+            context = unseal(record.context, *self.context_keys)
             return SettledRequest(context, **{name: getattr(record, name) for name in _FIELDS})
         except ForgedContext as error:
             self._unfit("forged", str(error))

@@ -14,8 +14,9 @@ from gateway.call import Call
 from gateway.choices import Choice, Piece, ScoredToken
 from gateway.dispatch import Flight
 from gateway.errors import ApiError, as_api_error, sse_error
-from gateway.formats import Format, format_of
+from gateway.formats import ChatFormat, Format, TextFormat
 from gateway.sse import EventStream
+from gateway.tool_format import ToolFormat
 from gateway.work import Work
 
 _log = logging.getLogger("gateway.streaming")
@@ -27,7 +28,7 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
 
     Raises ApiError as long as nothing was sent; after that the failure is the stream's last event.
     """
-    text, form = Text(work), format_of(call, work)
+    text, form = Text(work), _format(call, work)
     answer = (Streamed if work.style.stream else Whole)(call, work, flight, form)
     try:
         async with answer.kept_alive(), contextlib.aclosing(flight.events()) as batches:
@@ -43,6 +44,13 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
         if not call.answering:
             raise
         await call.write(sse_error(_told(error)), last=True)
+
+
+def _format(call: Call, work: Work) -> Format:
+    if work.operation == "completions":
+        return TextFormat(call, work)
+    tools = work.style.tools
+    return ToolFormat(call, work) if tools is not None and tools.may_call else ChatFormat(call, work)
 
 
 def _told(error: Exception) -> ApiError:
@@ -121,9 +129,10 @@ class Streamed:
         self.kept_alive = self._events.kept_alive
 
     async def add(self, pieces: list[tuple[int, Piece]]) -> None:
-        if not pieces:
+        chunks = [chunk for index, piece in pieces for chunk in self._form.chunks(index, piece)]
+        if not chunks:
             return
-        await self._events.send([chunk for index, piece in pieces for chunk in self._form.chunks(index, piece)])
+        await self._events.send(chunks)
         if not self._flight.first_token_ns and any(self._flight.output_tokens):
             self._flight.first_token_ns = time.monotonic_ns() - self._call.read_ns
 

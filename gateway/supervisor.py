@@ -268,10 +268,11 @@ def engine_specs(settings: Settings, models: list[Model]) -> list[EngineSpec]:
 
 def serve_ops(context: "OpsContext", fleet: Fleet) -> _OpsServer:
     """The ops port's server, not yet serving."""
+    from gateway.methods import without_options
     from gateway.ops_app import build_ops_app
     from gateway.protocol import HttpProtocol
 
-    app = build_ops_app(context, fleet)
+    app = without_options(build_ops_app(context, fleet))
     config = uvicorn.Config(
         app, http=HttpProtocol, log_config=None, log_level="warning", access_log=False, lifespan="on"
     )
@@ -287,11 +288,12 @@ def banner(settings: Settings, start: "Start", models: list[Model]) -> list[str]
         f"Tenora serves {', '.join(model.name for model in models)} at {settings.url}",
         f"operations at {ops}, credentials in {settings.credentials}",
     ]
-    for name, tenant in start.credentials.tenants.items():
+    tenants = start.credentials.tenants if settings.wants_demo else {}
+    for name, tenant in tenants.items():
         lines.append(f"demo tenant {name}: key {tenant.api_key}" + (", model " if name in start.demo_models else ""))
         lines[-1] += start.demo_models.get(name, "")
-    if start.credentials.tenants:
-        key = next(iter(start.credentials.tenants.values())).api_key
+    if tenants:
+        key = next(iter(tenants.values())).api_key
         lines += ["", "Try it:", *_curl(settings.url, key, models[0].name), ""]
     else:
         lines.append("make a tenant: tenora tenant create NAME; and its key: tenora key create TENANT_ID")

@@ -64,11 +64,12 @@ class Targets:
             raise model_not_found(name)
         return Target(name, model, adapter, self._remember(adapter))
 
-    def adapter_key(self, adapter: AdapterVersion) -> str:
-        return self._secrets.adapter_key(adapter.tenant_id, adapter.sha256)
+    def key_of(self, tenant_id: str, sha256: str) -> str:
+        """What engines call a tenant's adapter."""
+        return self._secrets.adapter_key(tenant_id, sha256)
 
     def _remember(self, adapter: AdapterVersion) -> str:
-        key = self.adapter_key(adapter)
+        key = self.key_of(adapter.tenant_id, adapter.sha256)
         self._known[key] = (adapter.tenant_id, adapter.sha256, adapter.size_bytes)
         self._known.move_to_end(key)
         if len(self._known) > _MAX_KNOWN_KEYS:
@@ -76,10 +77,15 @@ class Targets:
         return key
 
     async def file(self, adapter_key: str) -> AdapterFile | None:
-        """The file that an engine asks for; None when no request named it lately, or it is gone."""
+        """The file that an engine asks for; None when no request named it lately, or it is deleted. A live
+        version's file that isn't there is given all the same: whoever opens it finds the damage."""
         known = self._known.get(adapter_key)
         if known is None:
             return None
         tenant_id, sha256, size_bytes = known
         path = await asyncio.to_thread(self._blobs.path, tenant_id, sha256)
-        return AdapterFile(path, sha256, size_bytes) if path else None
+        if path is None:
+            async with self._database.session() as session:
+                if not await AdapterRepository(session).is_used(tenant_id, sha256):
+                    return None
+        return AdapterFile(path or self._blobs.place(tenant_id, sha256), sha256, size_bytes)

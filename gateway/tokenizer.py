@@ -59,6 +59,10 @@ class ModelTokenizer:
         self._word = next((i for i, data in enumerate(tokens) if len(data) > 1 and data.isalpha()), None)
         self.max_token_bytes = self._table.longest
 
+    def to_json(self) -> str:
+        """What it was made from, for another process. Some tenths of a second; may run in any thread."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str) -> list[int]:
         """Ordinary text → ids, nothing added."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -8,10 +8,13 @@ from typing import Literal, TypeAlias, cast
 from engine.wire import FlowClass, SamplingParams
 from gateway import schemas
 from gateway.errors import ApiError, invalid
+from gateway.grammar import form_of_chat, form_of_text
+from gateway.grammar_check import GrammarCheck
 from gateway.models import TextSide
 from gateway.sampling import check_ids, sampling_params
 from gateway.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from gateway.targets import Target, Targets
+from gateway.tools import Tools
 from tenants.directory import Principal
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy route has it
@@ -20,7 +23,7 @@ MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 _INLINE_CHARS = 16_384  # more text than this is encoded in a thread: about 4 ms of the event loop
 _CLASSES: tuple[FlowClass, ...] = ("interactive", "standard", "batch")
-_TIER_OF: dict[FlowClass, str] = {"interactive": "priority", "standard": "default", "batch": "flex"}
+TIER_OF: dict[FlowClass, str] = {"interactive": "priority", "standard": "default", "batch": "flex"}
 
 Operation: TypeAlias = Literal["chat", "completions"]
 Kind: TypeAlias = type[ChatRequest] | type[CompletionRequest]
@@ -29,7 +32,7 @@ Prompt: TypeAlias = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How the answer is written."""
+    """How the answer is written. ``tools`` None: it was offered none."""
 
     stream: bool
     include_usage: bool
@@ -37,6 +40,7 @@ class Style:
     logprobs: bool
     echo: bool
     stops: tuple[str, ...]
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +84,27 @@ class Work:
     @property
     def service_tier(self) -> str:
         """The tier that was used, in OpenAI's words."""
-        return _TIER_OF[self.flow_class]
+        return TIER_OF[self.flow_class]
 
 
 class Reader:
     """Bodies → Work. Raises ApiError 400 and 404; nothing has been reserved or sent by then."""
 
-    def __init__(self, targets: Targets) -> None:
+    def __init__(self, targets: Targets, grammars: GrammarCheck) -> None:
         self._targets = targets
+        self._grammars = grammars
 
     async def read(self, kind: Kind, body: bytes, principal: Principal) -> Work:
         if kind is ChatRequest:
             chat = schemas.decode(body, ChatRequest)
-            return await _read_chat(chat, principal, await self._targets.resolve(principal, chat.model))
+            target = await self._targets.resolve(principal, chat.model)
+            return await _read_chat(chat, principal, target, self._grammars)
         request = schemas.decode(body, CompletionRequest)
-        return await _read_text(request, principal, await self._targets.resolve(principal, request.model))
+        target = await self._targets.resolve(principal, request.model)
+        return await _read_text(request, principal, target, self._grammars)
 
 
-async def _read_chat(request: ChatRequest, principal: Principal, target: Target) -> Work:
+async def _read_chat(request: ChatRequest, principal: Principal, target: Target, grammars: GrammarCheck) -> Work:
     text = target.model.text()
     _refuse_unsupported_chat(request)
     if request.top_logprobs is not None and not request.logprobs:
@@ -105,19 +112,29 @@ async def _read_chat(request: ChatRequest, principal: Principal, target: Target)
     if text.chat is None:
         raise invalid(f"The model `{target.name}` has no chat template; use /v1/completions.", "model")
     _check_text_size(text, sum(map(_message_bytes, request.messages)), "messages")
-    prompt = await asyncio.to_thread(text.chat.render, request.messages)
+    form = form_of_chat(request)
+    told = form.tools.told() if form.tools and form.tools.may_call else ()
+    prompt = await asyncio.to_thread(text.chat.render, request.messages, told)
     wanted = request.max_completion_tokens or request.max_tokens
     max_tokens = _check_context([prompt], wanted, text, "messages")
     sampling = sampling_params(
-        request, text, max_tokens, logprobs=(request.top_logprobs or 0) if request.logprobs else -1, prompt_logprobs=-1
+        request,
+        text,
+        max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
+        prompt_logprobs=-1,
+        grammar=form.grammar,
     )
     grant = max_tokens if wanted else min(max_tokens, principal.default_output_tokens, MAX_FIRST_GRANT_TOKENS)
-    return _work("chat", request, principal, target, [prompt], sampling, grant)
+    work = _work("chat", request, principal, target, [prompt], sampling, grant, form.tools)
+    await grammars.check(principal.tenant_id, text, form)
+    return work
 
 
-async def _read_text(request: CompletionRequest, principal: Principal, target: Target) -> Work:
+async def _read_text(request: CompletionRequest, principal: Principal, target: Target, grammars: GrammarCheck) -> Work:
     text = target.model.text()
     _refuse_unsupported_text(request)
+    form = form_of_text(request.response_format)
     prompts = await _text_prompts(request.prompt, text)
     num_choices = _check_choices(request, len(prompts))
     wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -129,8 +146,11 @@ async def _read_text(request: CompletionRequest, principal: Principal, target: T
         max_tokens,
         logprobs=max(logprobs, 0) if num_choices > (request.n or 1) else logprobs,
         prompt_logprobs=logprobs if request.echo else -1,
+        grammar=form.grammar,
     )
-    return _work("completions", request, principal, target, prompts, sampling, max_tokens)
+    work = _work("completions", request, principal, target, prompts, sampling, max_tokens)
+    await grammars.check(principal.tenant_id, text, form)
+    return work
 
 
 def _check_choices(request: CompletionRequest, num_prompts: int) -> int:
@@ -153,6 +173,7 @@ def _work(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     granted_tokens: int,
+    tools: Tools | None = None,
 ) -> Work:
     options = request.stream_options
     if options is not None and not request.stream:
@@ -164,6 +185,7 @@ def _work(
         logprobs=request.logprobs is not None and request.logprobs is not False,
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         stops=_stops(request.stop),
+        tools=tools,
     )
     return Work(
         operation=operation,
@@ -277,15 +299,11 @@ def _refuse(is_used: bool, param: str) -> None:
 
 
 def _refuse_unsupported_chat(request: ChatRequest) -> None:
-    _refuse(bool(request.tools), "tools")
-    _refuse(request.tool_choice not in (None, "none", "auto"), "tool_choice")
     _refuse(bool(request.functions), "functions")
     _refuse(request.function_call not in (None, "none", "auto"), "function_call")
     _refuse(request.audio is not None, "audio")
     _refuse(request.modalities not in (None, [], ["text"]), "modalities")
-    _refuse(request.response_format is not None and request.response_format.type != "text", "response_format")
 
 
 def _refuse_unsupported_text(request: CompletionRequest) -> None:
     _refuse(bool(request.suffix), "suffix")
-    _refuse(request.response_format is not None and request.response_format.type != "text", "response_format")

@@ -42,8 +42,8 @@ class BadHeader(Exception):
         self.reasons = reasons
 
 
-def read_header(file: BinaryIO, file_bytes: int, max_tensors: int) -> list[TensorEntry]:
-    """The tensors in the order of their bytes. Raises BadHeader.
+def read_header(file: BinaryIO, file_bytes: int | None, max_tensors: int) -> list[TensorEntry]:
+    """The tensors in the order of their bytes. Raises BadHeader. ``file_bytes`` None: the header alone is here yet.
 
     Entries are well-formed, named in our grammar, F32/F16/BF16, without holes, overlaps or trailing bytes.
     """
@@ -63,13 +63,13 @@ def read_header(file: BinaryIO, file_bytes: int, max_tensors: int) -> list[Tenso
     return entries
 
 
-def _read_json(file: BinaryIO, file_bytes: int, max_tensors: int) -> tuple[int, dict[str, Any]]:
+def _read_json(file: BinaryIO, file_bytes: int | None, max_tensors: int) -> tuple[int, dict[str, Any]]:
     prefix = file.read(8)
     if len(prefix) < 8:
         raise BadHeader(["safetensors: the file is shorter than its length field"])
     (size,) = struct.unpack("<Q", prefix)
     limit = max(MIN_HEADER_LIMIT_BYTES, HEADER_BYTES_PER_TENSOR * max_tensors)
-    if 8 + size > file_bytes:
+    if file_bytes is not None and 8 + size > file_bytes:
         raise BadHeader([f"safetensors: header length {size} is over the file's {file_bytes} bytes"])
     if size > limit:
         raise BadHeader([f"safetensors: header length {size} is over the limit of {limit} bytes"])
@@ -113,7 +113,7 @@ def _entry(name: str, value: Any, data_start: int) -> TensorEntry:
     return TensorEntry(name, dtype, tuple(shape), data_start + offsets[0], num_bytes)
 
 
-def _layout_reasons(entries: list[TensorEntry], data_start: int, file_bytes: int) -> list[str]:
+def _layout_reasons(entries: list[TensorEntry], data_start: int, file_bytes: int | None) -> list[str]:
     """Tensors must follow each other exactly, from the header's end to the file's end."""
     end = data_start
     for entry in entries:
@@ -121,6 +121,8 @@ def _layout_reasons(entries: list[TensorEntry], data_start: int, file_bytes: int
             kind = "a hole before" if entry.start > end else "an overlap at"
             return [f"safetensors: {kind} {clip(entry.name)}"]
         end += entry.num_bytes
+    if file_bytes is None:
+        return []
     if end > file_bytes:
         return [f"safetensors: tensors end at byte {end}, the file at {file_bytes}"]
     if end < file_bytes:

@@ -2,6 +2,8 @@
 
 import secrets
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from sqlalchemy import func, update
@@ -26,7 +28,7 @@ class NewVersion:
 
 
 class AdapterRepository:
-    """Publishing, moving and deleting names. Every method is about one tenant's adapters only."""
+    """Publishing, moving and deleting names. Every method but ``all_in_use`` is about one tenant's adapters only."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
@@ -124,7 +126,7 @@ class AdapterRepository:
     async def delete(self, tenant_id: str, name: str) -> list[AdapterVersion]:
         """Takes the name and all its versions out of use; returns them. Raises NotFound.
 
-        Their bytes may still be another name's: ask ``is_used`` before deleting a blob.
+        Their bytes may still be another name's: ask ``unused`` before deleting a blob.
         """
         await self._lock(tenant_id)
         alias = await self._alias(tenant_id, name)
@@ -137,6 +139,34 @@ class AdapterRepository:
             self._session.add(version)
         await self._session.flush()
         return doomed
+
+    async def delete_version(self, tenant_id: str, name: str, version: int) -> AdapterVersion:
+        """Takes one version out of use. Raises NotFound, VersionConflict when the name means it now."""
+        await self._lock(tenant_id)
+        alias = await self._alias(tenant_id, name)
+        doomed = await self.resolve(tenant_id, name, version)
+        if alias is None or doomed is None:
+            raise NotFound(f"no adapter {name}@{version}")
+        if alias.version == version:
+            raise VersionConflict(name, version, alias.version)
+        doomed.deleted_unix_ns = time.time_ns()
+        self._session.add(doomed)
+        await self._session.flush()
+        return doomed
+
+    async def unused(self, tenant_id: str, hashes: Collection[str]) -> list[str]:
+        """Those that no live version of the tenant has, and, until this transaction ends, none will get: its
+        publications wait. The time to unlink blobs."""
+        with suppress(NotFound):  # a tenant that is gone uses nothing
+            await self._lock(tenant_id)
+        return [sha256 for sha256 in hashes if not await self.is_used(tenant_id, sha256)]
+
+    async def all_in_use(self) -> set[tuple[str, str]]:
+        """(tenant, sha256) of every live version of every tenant: for who looks after the stores, not for callers."""
+        query = select(AdapterVersion.tenant_id, AdapterVersion.sha256).where(
+            col(AdapterVersion.deleted_unix_ns).is_(None)
+        )
+        return set((await self._session.exec(query.distinct())).all())
 
     async def is_used(self, tenant_id: str, sha256: str) -> bool:
         """Whether a live version of this tenant has these bytes."""
@@ -167,8 +197,8 @@ class AdapterRepository:
 
     async def _lock(self, tenant_id: str) -> Tenant:
         """One writer a tenant: FOR UPDATE on PostgreSQL; a SQLite transaction has the write lock already."""
-        query = select(Tenant).where(Tenant.tenant_id == tenant_id).with_for_update()
-        tenant = (await self._session.exec(query)).first()
+        query = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
+        tenant = (await self._session.exec(query.with_for_update())).first()
         if tenant is None:
             raise NotFound(f"no tenant {tenant_id}")
         return tenant

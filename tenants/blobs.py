@@ -1,12 +1,14 @@
 """Content-addressed files of tenants in one directory: ``ROOT/tenants/TENANT/SHA256`` and ``ROOT/staging``.
 
 A file appears under its final name whole and fsynced, or not at all. All folders are 0700, all files 0600.
-Whoever reads bytes back checks their hash: the name says what they must be.
+Whoever reads bytes back checks their hash: the name says what they must be. A blob comes before the row that names
+it and goes after it, so that a crash leaves at most a blob without a row; ``older_than`` finds those.
 """
 
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -51,12 +53,23 @@ class BlobStore:
         staged.unlink(missing_ok=True)
 
     def sweep(self, older_than_s: float) -> int:
-        """Removes staged files that nobody has written to for that long; returns how many. For after a crash."""
-        limit = time.time() - older_than_s
-        old = [path for path in self._staging.iterdir() if path.lstat().st_mtime < limit]
+        """Removes what is staged and nobody has touched for that long; returns how many. For after a crash."""
+        old = _older(self._staging, older_than_s)
         for path in old:
-            path.unlink(missing_ok=True)
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         return len(old)
+
+    def older_than(self, age_s: float) -> list[tuple[str, str]]:
+        """(tenant, sha256) of every blob that is at least so old; what is younger may be about to get its row."""
+        return [
+            (folder.name, path.name)
+            for folder in self._tenants.iterdir()
+            for path in _older(folder, age_s)
+            if _TENANT.fullmatch(folder.name) and _SHA256.fullmatch(path.name)
+        ]
 
     def publish(self, tenant_id: str, sha256: str, staged: Path) -> Path:
         """Makes the staged bytes the blob ``sha256`` of the tenant, durably. The same blob again is a no-op."""
@@ -74,9 +87,13 @@ class BlobStore:
             os.close(descriptor)
         return folder / sha256
 
+    def place(self, tenant_id: str, sha256: str) -> Path:
+        """Where the blob lies, if there is one."""
+        return self._folder(tenant_id) / _checked(_SHA256, sha256, "sha256")
+
     def path(self, tenant_id: str, sha256: str) -> Path | None:
         """Where the blob lies; None when the tenant has no such regular file."""
-        path = self._folder(tenant_id) / _checked(_SHA256, sha256, "sha256")
+        path = self.place(tenant_id, sha256)
         with suppress(OSError):
             folder, file = path.parent.lstat(), path.lstat()
             if stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(file.st_mode):
@@ -84,7 +101,9 @@ class BlobStore:
         return None
 
     def delete(self, tenant_id: str, sha256: str) -> bool:
-        """Removes the blob; False when there was none. Other tenants' equal bytes are files of their own."""
+        """Removes the blob; False when there was none. Other tenants' equal bytes are files of their own.
+
+        Not made durable: one that a crash brings back has no row, and is collected again."""
         _checked(_SHA256, sha256, "sha256")
         try:
             descriptor = os.open(self._folder(tenant_id), _DIRECTORY)
@@ -92,12 +111,25 @@ class BlobStore:
             return False
         try:
             os.unlink(sha256, dir_fd=descriptor)
-            os.fsync(descriptor)
         except FileNotFoundError:
             return False
         finally:
             os.close(descriptor)
         return True
+
+    def delete_tenant(self, tenant_id: str) -> int:
+        """Removes all blobs of a tenant, and its folder; how many there were."""
+        folder = self._folder(tenant_id)
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return 0
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            folder.rmdir()
+        _sync_directory(self._tenants)
+        return len(names)
 
     def _folder(self, tenant_id: str) -> Path:
         return self._tenants / _checked(_TENANT, tenant_id, "tenant id")
@@ -105,6 +137,16 @@ class BlobStore:
     def _check_staged(self, path: Path) -> None:
         if path.parent != self._staging:
             raise ValueError("not a staged file of this store")
+
+
+def _older(folder: Path, age_s: float) -> list[Path]:
+    """What lies in a folder and was last changed so long ago; another process may be removing it meanwhile."""
+    limit, found = time.time() - age_s, []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            if path.lstat().st_mtime <= limit:
+                found.append(path)
+    return found
 
 
 def _checked(form: re.Pattern[str], text: str, what: str) -> str:

@@ -6,10 +6,10 @@ import hmac
 import logging
 import secrets as random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -17,10 +17,11 @@ from redis.exceptions import RedisError
 from tenants import keys
 from tenants.database import Database
 from tenants.errors import StoreUnavailable
+from tenants.limits import RATE_LIMITS, SCOPE_KINDS, ScopeKind
 from tenants.meter import FlowClass
 from tenants.pricing import RateCard
 from tenants.quota import Limits
-from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
+from tenants.repositories import KeyRepository, OperatorRepository, RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
 from tenants.tables import ApiKey, OperatorKey, Tenant
 
@@ -28,6 +29,7 @@ EPOCH_KEY = "tn:epoch"
 _POLL_S = 0.25
 _STORE_DEADLINE_S = 0.25
 _REFRESH_ANYWAY_S = 30.0  # bounds what a lost epoch could hide
+_REFRESH_BLIND_S = 0.5  # while the store can't tell of changes: a revocation takes a second then, too
 _OVERLAP_NS = 60 * 10**9  # longer than any of our transactions: what committed late is read again
 _NO_DIGEST = bytes(32)
 
@@ -45,18 +47,30 @@ class AdapterLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ScopedLimits:
+    """A key's limits for one base model (whichever adapter it runs with) or for one adapter (all its versions)."""
+
+    kind: ScopeKind
+    name: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated key and its tenant."""
+    """An authenticated key and its tenant. ``scopes`` ⊆ limits.KEY_SCOPES; ``has_spend_limit``: one of the two may
+    spend so much a month."""
 
     tenant_id: str
     tenant_name: str
     key_id: str
-    status: str
+    scopes: frozenset[str]
     flow_class: FlowClass
     max_class: FlowClass
     weight: int
     limits: Limits
     key_limits: Limits
+    scoped_limits: tuple[ScopedLimits, ...]
+    has_spend_limit: bool
     default_output_tokens: int
     adapter_limits: AdapterLimits
     cache_policy: str
@@ -75,8 +89,9 @@ class Operator:
 async def bump_epoch(redis: Redis) -> None:
     """Tells every gateway that keys, tenants or prices changed. Call it after the commit.
 
-    The value is random, so that a store which lost its data can't repeat an old one. Raises StoreUnavailable:
-    the change is written, and seen by all only when their next full refresh is due (≤ 30 s).
+    The value is random, so that a store which lost its data can't repeat an old one. Raises StoreUnavailable: the
+    change is written, and whoever can't reach the store either reads it from the database within a second. (A store
+    that fails for us alone hides it for at most 30 s.)
     """
     try:
         async with asyncio.timeout(_STORE_DEADLINE_S):
@@ -90,18 +105,20 @@ class _Known:
     """What the snapshot holds of one key."""
 
     digest: bytes
+    pepper: int
     expires_unix_ns: int | None
-    holder: Principal | Operator | None  # None = revoked or suspended
+    holder: Principal | Operator | None  # None = revoked, suspended or deleted
 
 
-_UNKNOWN = _Known(_NO_DIGEST, None, None)
+_UNKNOWN = _Known(_NO_DIGEST, 0, None, None)
 
 
 class Directory:
     """A snapshot of keys, tenants and rate cards that follows the database through the store's epoch.
 
-    ``authenticate`` never waits. The epoch is polled every 250 ms; a store that is down leaves the snapshot
-    as it is and sets ``stale``; when it answers again everything changed since is read.
+    ``authenticate`` never waits. The epoch is polled every 250 ms; while the store is down ``stale`` is set and the
+    database is asked instead. ``on_revoked`` is called with the ids of keys that have just ceased to be valid by
+    revocation, suspension or deletion (not by expiry: what an expiring key began may end).
     """
 
     def __init__(self, database: Database, redis: Redis, secrets: Secrets) -> None:
@@ -118,6 +135,7 @@ class Directory:
         self._refreshed_s = 0.0
         self._follower: asyncio.Task[None] | None = None
         self.stale = False
+        self.on_revoked: Callable[[frozenset[str]], None] = lambda _: None
 
     async def start(self) -> None:
         """Reads everything, then follows. Raises what the database raises; a store that is down only makes it stale."""
@@ -138,6 +156,10 @@ class Directory:
         """
         holder = self._check(text, self._live)
         return holder if isinstance(holder, Principal) else None
+
+    def holds(self, key_id: str) -> bool:
+        """Whether that key is neither revoked nor its tenant suspended, as far as we have heard."""
+        return self._live.get(key_id, _UNKNOWN).holder is not None
 
     def authenticate_operator(self, text: str) -> Operator | None:
         """As ``authenticate``, for the ops port's keys."""
@@ -162,7 +184,7 @@ class Directory:
         async with self._database.session() as session:
             live = await KeyRepository(session).changed_since(since)
             tenants = await TenantRepository(session).changed_since(since)  # second: no key without its tenant
-            operators = await KeyRepository(session).operators_changed_since(since)
+            operators = await OperatorRepository(session).changed_since(since)
             rate_cards = await RateCardRepository(session).list_all()
         self._merge(tenants, live, operators)
         self._rate_cards = rate_cards
@@ -173,14 +195,24 @@ class Directory:
         self._live_rows |= {key.key_id: key for key in live}
         changed = {tenant.tenant_id for tenant in tenants}
         touched = live + [key for key in self._live_rows.values() if key.tenant_id in changed]
+        before = {key.key_id for key in touched if self.holds(key.key_id)}
         self._live |= {key.key_id: _known_key(key, self._tenants[key.tenant_id]) for key in touched}
         self._ops |= {key.key_id: _known_operator(key) for key in operators}
         rows = (*tenants, *live, *operators)
         self._seen_unix_ns = max((row.changed_unix_ns for row in rows), default=self._seen_unix_ns)
+        self._forget_deleted({key.key_id for key in touched})
+        revoked = frozenset(key_id for key_id in before if not self.holds(key_id))
+        if revoked:
+            self.on_revoked(revoked)
+
+    def _forget_deleted(self, key_ids: set[str]) -> None:
+        for key_id in key_ids:
+            if self._tenants[self._live_rows[key_id].tenant_id].deleted_unix_ns is not None:
+                del self._live[key_id], self._live_rows[key_id]
 
     def _check(self, text: str, known: Mapping[str, _Known]) -> Principal | Operator | None:
         found = known.get(keys.parse(text) or "", _UNKNOWN)
-        digest = keys.digest(text, self._secrets.key_pepper)
+        digest = keys.digest(text, self._secrets.pepper(found.pepper))
         matches = hmac.compare_digest(digest, found.digest)
         expired = found.expires_unix_ns is not None and found.expires_unix_ns <= time.time_ns()
         return found.holder if matches and not expired else None
@@ -203,7 +235,7 @@ class Directory:
             reachable = True
         except (RedisError, OSError, TimeoutError):
             epoch, reachable = None, False
-        overdue = time.monotonic() - self._refreshed_s > _REFRESH_ANYWAY_S
+        overdue = time.monotonic() - self._refreshed_s > (_REFRESH_ANYWAY_S if reachable else _REFRESH_BLIND_S)
         moved = reachable and (epoch is None or epoch != self._epoch)
         if force or overdue or moved or (reachable and self.stale):
             await self.refresh()
@@ -221,13 +253,13 @@ class Directory:
 
 
 def _known_key(key: ApiKey, tenant: Tenant) -> _Known:
-    usable = key.revoked_unix_ns is None and tenant.status == "active"
-    return _Known(key.digest, key.expires_unix_ns, _principal(key, tenant) if usable else None)
+    usable = key.revoked_unix_ns is None and tenant.status == "active" and tenant.deleted_unix_ns is None
+    return _Known(key.digest, key.pepper, key.expires_unix_ns, _principal(key, tenant) if usable else None)
 
 
 def _known_operator(key: OperatorKey) -> _Known:
     holder = Operator(key.key_id, key.name, frozenset(key.scopes)) if key.revoked_unix_ns is None else None
-    return _Known(key.digest, key.expires_unix_ns, holder)
+    return _Known(key.digest, key.pepper, key.expires_unix_ns, holder)
 
 
 def _principal(key: ApiKey, tenant: Tenant) -> Principal:
@@ -235,12 +267,14 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         tenant_id=tenant.tenant_id,
         tenant_name=tenant.name,
         key_id=key.key_id,
-        status=tenant.status,
+        scopes=frozenset(key.scopes),
         flow_class=cast(FlowClass, key.flow_class),
         max_class=cast(FlowClass, tenant.max_class),
         weight=tenant.weight,
         limits=_limits(tenant),
         key_limits=_limits(key),
+        scoped_limits=tuple(map(_scoped, key.scoped_limits)),
+        has_spend_limit=any(row.spend_limit_picousd_per_month is not None for row in (tenant, key)),
         default_output_tokens=tenant.default_output_tokens,
         adapter_limits=AdapterLimits(
             max_adapters=tenant.max_adapters,
@@ -251,6 +285,11 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         cache_policy=tenant.cache_policy,
         time_zone=tenant.time_zone,
     )
+
+
+def _scoped(row: Mapping[str, Any]) -> ScopedLimits:
+    kind: ScopeKind = next(kind for kind in SCOPE_KINDS if kind in row)
+    return ScopedLimits(kind, row[kind], Limits(**{name: row[name] for name in RATE_LIMITS}))
 
 
 def _limits(row: Tenant | ApiKey) -> Limits:

@@ -13,6 +13,10 @@ class NameTaken(TenantsError):
     """The name belongs to something else already."""
 
 
+class LastAdministrator(TenantsError):
+    """The only key that may administer is not to be revoked."""
+
+
 class VersionConflict(TenantsError):
     """A compare-and-swap found another version (``found``; 0 = none) than the caller expected."""
 

@@ -6,13 +6,13 @@ whole text is kept. The CRC lets a scanner tell a leaked key from noise; it prov
 
 import hashlib
 import hmac
-import secrets
+import secrets as random
 import string
 import zlib
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from tenants.secrets import Secret
+from tenants.secrets import Secret, Secrets
 
 KeyKind: TypeAlias = Literal["live", "ops"]
 
@@ -33,9 +33,24 @@ class Minted:
     last4: str
 
 
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """A minted key with what is stored of it: its digest, made with the pepper of that number."""
+
+    minted: Minted
+    digest: bytes
+    pepper: int
+
+
+def issue(kind: KeyKind, secrets: Secrets) -> NewKey:
+    """A new random key under the installation's newest pepper."""
+    minted = mint(kind)
+    return NewKey(minted, digest(minted.text, secrets.key_pepper), secrets.newest_pepper)
+
+
 def mint(kind: KeyKind) -> Minted:
     """A new random key."""
-    body = _PREFIXES[kind] + "".join(secrets.choice(_ALPHABET) for _ in range(_BODY_LENGTH))
+    body = _PREFIXES[kind] + "".join(random.choice(_ALPHABET) for _ in range(_BODY_LENGTH))
     text = body + _checksum(body)
     return Minted(key_id=_key_id(text, kind), text=text, last4=text[-4:])
 

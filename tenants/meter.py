@@ -61,10 +61,10 @@ def seal(context: RequestContext, key: Secret) -> bytes:
     return _mac(body, key) + body
 
 
-def unseal(data: bytes, key: Secret) -> RequestContext:
-    """The context in ``data``. Raises ForgedContext unless we sealed it."""
+def unseal(data: bytes, *keys: Secret) -> RequestContext:
+    """The context in ``data``. Raises ForgedContext unless we sealed it, with one of these keys."""
     mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-    if len(data) > MAX_CONTEXT_BYTES or not hmac.compare_digest(mac, _mac(body, key)):
+    if len(data) > MAX_CONTEXT_BYTES or not any(hmac.compare_digest(mac, _mac(body, key)) for key in keys):
         raise ForgedContext("the context's MAC is not ours")
     try:
         return _decoder.decode(body)

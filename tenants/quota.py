@@ -144,6 +144,10 @@ class Quota:
         if limited:
             await self._in_time(self._renew(limited))
 
+    async def ping(self) -> None:
+        """Returns when the store answers."""
+        await self._in_time(self._redis.ping())  # pyright: ignore[reportArgumentType]
+
     async def _renew(self, reservations: Sequence[Reservation]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for reservation in reservations:

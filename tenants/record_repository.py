@@ -10,11 +10,12 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.errors import InvalidValue
+from tenants.meter import FlowClass
 from tenants.money import exact_sum, total
 from tenants.tables import LedgerEntry, RequestRecord
 
 BucketWidth: TypeAlias = Literal["1m", "1h", "1d"]
-GroupBy: TypeAlias = Literal["model", "api_key_id", "project_id", "line_item"]
+GroupBy: TypeAlias = Literal["model", "api_key_id", "project_id", "flow_class", "line_item"]
 
 _NS = 10**9
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
@@ -24,6 +25,7 @@ _GROUP_COLUMNS: dict[GroupBy, str] = {
     "model": "model",
     "api_key_id": "key_id",
     "project_id": "tenant_id",
+    "flow_class": "flow_class",
     "line_item": "meter",
 }
 
@@ -75,6 +77,7 @@ class UsageRow:
     model: str | None = None
     api_key_id: str | None = None
     project_id: str | None = None
+    flow_class: FlowClass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,18 @@ class RecordRepository:
         )
         return (await self._session.exec(query)).first()
 
+    async def first_finished_s(self, tenant_id: str) -> int | None:
+        """When the tenant's first request ended, Unix seconds; None: there was none."""
+        query = select(func.min(RequestRecord.finished_unix_ns)).where(RequestRecord.tenant_id == tenant_id)
+        first_ns = (await self._session.exec(query)).one()
+        return None if first_ns is None else first_ns // _NS
+
     async def usage_buckets(self, tenant_id: str, query: UsageQuery) -> list[UsageBucket]:
         """Billed usage by the time a request finished: every bucket of the interval, the empty ones too.
 
         Raises InvalidValue for a group that usage does not have.
         """
-        query.check_groups("model", "api_key_id", "project_id")
+        query.check_groups("model", "api_key_id", "project_id", "flow_class")
         edges = query.edges()
         source = _source(RequestRecord, col(RequestRecord.finished_unix_ns), tenant_id, query, edges)
         source = source.where(col(RequestRecord.billed)).subquery()

@@ -1,5 +1,9 @@
 """The installation's secrets: one file for every gateway, and the names that are derived from it.
 
+The file holds numbered peppers and context keys: the newest makes new keys and contexts, the older ones still prove
+what they made. ``rotate`` adds one of each. The namespace secret stays: it never leaves this installation, and what
+engines keep of adapters and prefixes is named by it.
+
 Every derived value is HMAC-SHA256 over tagged, length-prefixed fields, so that no two different inputs
 meet in one message, whatever a client chose for its part.
 """
@@ -11,15 +15,17 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from tenants.errors import UnsafeSecrets
 
-FILE_VERSION = 1
-_NAMES = ("key_pepper", "namespace_secret", "context_key")
+FILE_VERSION = 2
 _NUM_BYTES = 32
+_NUMBERED = ("key_peppers", "context_keys")
+_Values: TypeAlias = dict[str, Any]
 
 
 class Secret:
@@ -50,11 +56,11 @@ class Secret:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Secrets:
-    """Key pepper, cache-namespace secret and context MAC key of one installation."""
+    """Key peppers and context MAC keys by number, and the cache-namespace secret, of one installation."""
 
-    key_pepper: Secret
+    key_peppers: Mapping[int, Secret]
+    context_keys: Mapping[int, Secret]
     namespace_secret: Secret
-    context_key: Secret
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Secrets":
@@ -66,6 +72,28 @@ class Secrets:
             if not path.exists():
                 _create(path)
         return cls(**_read(path))
+
+    @property
+    def newest_pepper(self) -> int:
+        """The number of the pepper that new keys are made with."""
+        return max(self.key_peppers)
+
+    @property
+    def key_pepper(self) -> Secret:
+        return self.key_peppers[self.newest_pepper]
+
+    @property
+    def context_key(self) -> Secret:
+        return self.context_keys[max(self.context_keys)]
+
+    @property
+    def every_context_key(self) -> tuple[Secret, ...]:
+        """The newest first: journals hold contexts from before a rotation."""
+        return tuple(self.context_keys[number] for number in sorted(self.context_keys, reverse=True))
+
+    def pepper(self, number: int) -> Secret:
+        """The pepper of that number; the newest for one that this file doesn't know: nothing matches it then."""
+        return self.key_peppers.get(number, self.key_pepper)
 
     def adapter_key(self, tenant_id: str, sha256: str) -> str:
         """The engine's name of an adapter version, hex: equal bytes of two tenants share nothing."""
@@ -91,10 +119,36 @@ class Secrets:
         return hmac.digest(self.namespace_secret.reveal(), message, hashlib.sha256)
 
 
+def rotate(path: Path) -> Secrets:
+    """Adds a pepper and a context key to an existing file, in one move; what was valid stays valid.
+
+    Every process takes them up when it starts: keys that it makes from then on have the new pepper, and are unknown
+    to a process that still runs on the old file. Raises UnsafeSecrets, OSError.
+    """
+    values = _read(path)
+    for name in _NUMBERED:
+        values[name] |= {max(values[name]) + 1: Secret(secrets.token_bytes(_NUM_BYTES))}
+    with _draft(path, values) as draft:
+        draft.replace(path)
+    _sync_folder(path.parent)
+    return Secrets(**values)
+
+
 def _create(path: Path) -> None:
     """Writes a new file beside ``path`` and links it there; raises FileExistsError if another was faster."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    body = {"version": FILE_VERSION} | {name: secrets.token_hex(_NUM_BYTES) for name in _NAMES}
+    values: _Values = {name: {1: Secret(secrets.token_bytes(_NUM_BYTES))} for name in _NUMBERED}
+    values["namespace_secret"] = Secret(secrets.token_bytes(_NUM_BYTES))
+    with _draft(path, values) as draft:
+        os.link(draft, path)
+
+
+@contextlib.contextmanager
+def _draft(path: Path, values: _Values) -> Iterator[Path]:
+    """A file of these values beside ``path``, on the disk; gone after the block unless it was moved."""
+    body: dict[str, Any] = {"version": FILE_VERSION, "namespace_secret": values["namespace_secret"].reveal().hex()}
+    for name in _NUMBERED:
+        body[name] = {str(number): secret.reveal().hex() for number, secret in sorted(values[name].items())}
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -102,12 +156,20 @@ def _create(path: Path) -> None:
             json.dump(body, file)
             file.flush()
             os.fsync(file.fileno())
-        os.link(draft, path)
+        yield draft
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Secret]:
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> _Values:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
@@ -118,18 +180,33 @@ def _read(path: Path) -> dict[str, Secret]:
             raise UnsafeSecrets(f"{path} is not a regular file of ours")
         if found.st_mode & 0o077:
             raise UnsafeSecrets(f"{path} can be read by others: run `chmod 600 {path}`")
-        return _parse(path, file.read(65536))
+        return _parse(path, file.read(1 << 20))
 
 
-def _parse(path: Path, data: bytes) -> dict[str, Secret]:
+def _parse(path: Path, data: bytes) -> _Values:
     try:
         body = json.loads(data)
+        if body["version"] == 1:  # one of each, not numbered
+            body |= {"version": 2, "key_peppers": {1: body["key_pepper"]}, "context_keys": {1: body["context_key"]}}
         if body["version"] != FILE_VERSION:
             raise UnsafeSecrets(f"{path} has version {body['version']!r}; this program knows {FILE_VERSION}")
-        values = {name: bytes.fromhex(body[name]) for name in _NAMES}
-    except (ValueError, KeyError, TypeError) as error:
+        values: _Values = {name: _numbered(body[name]) for name in _NUMBERED}
+        values["namespace_secret"] = _secret(body["namespace_secret"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         # `from None`: the original message could quote what the file holds
         raise UnsafeSecrets(f"{path} is not a secrets file ({type(error).__name__})") from None
-    if any(len(value) < _NUM_BYTES for value in values.values()):
-        raise UnsafeSecrets(f"{path} holds a secret shorter than {_NUM_BYTES} bytes")
-    return {name: Secret(value) for name, value in values.items()}
+    return values
+
+
+def _numbered(values: dict[str, str]) -> dict[int, Secret]:
+    found = {int(number): _secret(text) for number, text in values.items()}
+    if not found or min(found) < 1:
+        raise ValueError("no secret")
+    return found
+
+
+def _secret(text: str) -> Secret:
+    value = bytes.fromhex(text)
+    if len(value) < _NUM_BYTES:
+        raise ValueError("short secret")
+    return Secret(value)

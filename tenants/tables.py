@@ -3,7 +3,16 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKeyConstraint, Index, LargeBinary, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    ForeignKeyConstraint,
+    Index,
+    LargeBinary,
+    Text,
+    UniqueConstraint,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator, TypeEngine
@@ -21,14 +30,20 @@ metadata.naming_convention = {
 }
 
 
-class StringList(TypeDecorator[list[str]]):
-    """A list of strings: JSONB on PostgreSQL, JSON text on SQLite. Replace the list; a change in place is not seen."""
+class JsonList(TypeDecorator[list[Any]]):
+    """A list: JSONB on PostgreSQL, JSON text on SQLite. Replace the list; a change in place is not seen."""
 
     impl = JSON
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
         return dialect.type_descriptor(JSONB() if dialect.name == "postgresql" else JSON())
+
+
+class StringList(JsonList):
+    """A list of strings."""
+
+    cache_ok = True
 
 
 class Picousd(TypeDecorator[int]):
@@ -51,7 +66,7 @@ def _one_of(column: str, *values: str) -> CheckConstraint:
 
 
 class Tenant(SQLModel, table=True):
-    """A customer and its limits; None = no limit."""
+    """A customer and its limits; None = no limit. A deleted one stays as a row without a name: the ledger has it."""
 
     __tablename__ = "tenant"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (
@@ -66,6 +81,7 @@ class Tenant(SQLModel, table=True):
     time_zone: str = Field(default="UTC", max_length=64)
     created_unix_ns: int = Field(sa_type=BigInteger)
     changed_unix_ns: int = Field(sa_type=BigInteger, index=True)
+    deleted_unix_ns: int | None = Field(default=None, sa_type=BigInteger)
     requests_per_minute: int | None = Field(default=None, sa_type=BigInteger)
     tokens_per_minute: int | None = Field(default=None, sa_type=BigInteger)
     concurrent_requests: int | None = Field(default=None, sa_type=BigInteger)
@@ -81,7 +97,8 @@ class Tenant(SQLModel, table=True):
 
 
 class ApiKey(SQLModel, table=True):
-    """A tenant's key: only the HMAC of its text. Its limits apply beside the tenant's."""
+    """A tenant's key: only the HMAC of its text, made with the pepper of that number. Its limits apply beside the
+    tenant's; ``scoped_limits`` are those for one model or adapter."""
 
     __tablename__ = "api_key"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (_one_of("flow_class", "interactive", "standard", "batch"),)
@@ -92,6 +109,10 @@ class ApiKey(SQLModel, table=True):
     name: str = Field(default="", max_length=MAX_NAME_LENGTH)
     last4: str = Field(max_length=4)
     flow_class: str = Field(default="standard", max_length=16)
+    scopes: list[str] = Field(sa_type=StringList)
+    scoped_limits: list[dict[str, Any]] = Field(default_factory=list, sa_type=JsonList)
+    pepper: int = Field(default=1, sa_type=BigInteger)
+    is_demo: bool = False
     created_unix_ns: int = Field(sa_type=BigInteger)
     changed_unix_ns: int = Field(sa_type=BigInteger, index=True)
     expires_unix_ns: int | None = Field(default=None, sa_type=BigInteger)
@@ -112,6 +133,7 @@ class OperatorKey(SQLModel, table=True):
     name: str = Field(max_length=MAX_NAME_LENGTH)
     last4: str = Field(max_length=4)
     scopes: list[str] = Field(sa_type=StringList)
+    pepper: int = Field(default=1, sa_type=BigInteger)
     created_unix_ns: int = Field(sa_type=BigInteger)
     changed_unix_ns: int = Field(sa_type=BigInteger, index=True)
     expires_unix_ns: int | None = Field(default=None, sa_type=BigInteger)
@@ -241,6 +263,33 @@ class LedgerEntry(SQLModel, table=True):
     unit_price_picousd: int = Field(sa_type=Picousd)
     amount_picousd: int = Field(sa_type=Picousd)
     occurred_unix_ns: int = Field(sa_type=BigInteger)
+
+
+class AuditEvent(SQLModel, table=True):
+    """One administrative write: who, what, to what. Append-only; each row's hash covers the one before it."""
+
+    __tablename__ = "audit_event"  # pyright: ignore[reportAssignmentType]
+
+    number: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})  # 1, 2, …
+    occurred_unix_ns: int = Field(sa_type=BigInteger)
+    actor_key_id: str = Field(max_length=16)  # '' = the server itself
+    actor: str = Field(max_length=MAX_NAME_LENGTH)
+    action: str = Field(max_length=MAX_NAME_LENGTH)
+    target: str = Field(max_length=MAX_NAME_LENGTH)
+    before: str = Field(sa_type=Text)  # canonical JSON, 'null' = there was nothing
+    after: str = Field(sa_type=Text)
+    prev_hash: str = Field(max_length=64)
+    hash: str = Field(max_length=64)
+
+
+class AuditHead(SQLModel, table=True):
+    """The last event's number and hash, in one row that every writer locks: what keeps the chain one."""
+
+    __tablename__ = "audit_head"  # pyright: ignore[reportAssignmentType]
+
+    head_id: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    number: int = Field(sa_type=BigInteger)
+    hash: str = Field(max_length=64)
 
 
 class IdempotentRequest(SQLModel, table=True):

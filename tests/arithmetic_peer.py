@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from engine import wire
 from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
 from engine.engine import Engine
 from engine.errors import InvalidAdapter
 from engine.flight import Computed
@@ -61,6 +62,7 @@ class ArithmeticRunner:
     clock: Clock = field(default_factory=Clock)
     model_info: Model = field(default_factory=Model)
     expert_load: None = None
+    device_counters: DeviceCounters | None = None
     overlaps: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.batch import build_batch
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
-from engine.models.linear import LoraSlots
+from engine.models.lora_slots import LoraSlots
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import Request, Sequence
 from engine.weights.adapter import AdapterWeights, LoraPair

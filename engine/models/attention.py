@@ -11,7 +11,7 @@ from engine.batch import Batch
 from engine.memory import lazy_zeros
 from engine.models.config import FrequencyDivisors, Llama3Scaling, ModelConfig, RopeConfig
 from engine.models.linear import Linear, LoraStep
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.rms_norm import rms_norm
 
@@ -24,6 +24,7 @@ class KVCache:
         shape = (config.num_layers, num_blocks, block_size, attention.num_kv_heads, attention.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.itemsize = like.itemsize
         self.keys = lazy_zeros(shape, like).unbind()
         self.values = lazy_zeros(shape, like).unbind()
 
@@ -74,16 +75,19 @@ class Attention:
         self.norms = norms
         self.head_norms = head_norms
 
-    def __call__(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, rope_table: Tensor) -> Tensor:
-        """x [T, H] → [T, H]; writes the keys and values of the T tokens."""
+    def queries(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, rope_table: Tensor) -> Tensor:
+        """x [T, H] → turned queries [T, N_q, D]; writes the keys and values of the T tokens."""
         num_turned = self.num_heads + self.num_kv_heads
         heads = self.qkv(x, lora).unflatten(-1, (num_turned + self.num_kv_heads, self.head_dim))
         turned, new = self.norms(heads[:, :num_turned]), heads[:, num_turned:]
         keys, values = kv.keys[self.layer], kv.values[self.layer]
         places = batch.positions, rope_table, keys, values, batch.slot_mapping
-        queries = qk_rope_kv(turned, new, *places, self.head_norms)
-        seen = paged_attention(queries, keys, values, batch.attention, scale=self.head_dim**-0.5)
-        return self.output(seen.flatten(1), lora)
+        return qk_rope_kv(turned, new, *places, self.head_norms)
+
+    def attend(self, queries: Tensor, plan: AttentionPlan, kv: KVCache) -> Tensor:
+        """queries [T, N_q, D] → what they see, [T, N_q, D]."""
+        keys, values = kv.keys[self.layer], kv.values[self.layer]
+        return paged_attention(queries, keys, values, plan, scale=self.head_dim**-0.5)
 
 
 def inverse_frequencies(rope_config: RopeConfig, head_dim: int) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.models.attention import Attention, KVCache, WholeNorms, inverse_frequencies
 from engine.models.config import ModelConfig
-from engine.models.linear import Linear, LoraSlots, LoraStep
+from engine.models.linear import Linear, LoraStep
+from engine.models.lora_slots import LoraSlots
 from engine.models.mlp import GatedMlp
 from engine.models.moe import MoeMlp, moe_mlp
 from kernels.linear import LinearWeight, linear
@@ -27,10 +28,10 @@ class RmsNorm:
         self.weight = weight
         self.eps = config.rms_norm_eps
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Of x, or of the sum that ``residual`` becomes by adding x to it."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """Of ``residual``, to which x is added first, in place."""
+        if x is None:
+            return rms_norm(residual, self.weight, self.eps)
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -95,12 +96,15 @@ class Layer:
         self.mlp_norm = parts.norm(config, weights[f"{prefix}.post_attention_layernorm.weight"])
         self.mlp = parts.mlp(config, weights, layer)
 
-    def __call__(
+    def queries(
         self, x: Tensor | None, residual: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor
     ) -> Tensor:
-        """x: what ``residual`` lacks (None: nothing) → what it lacks then. Both [T, H]; residual grows in place."""
-        normed = self.attention_norm(residual) if x is None else self.attention_norm(x, residual)
-        x = self.attention(normed, batch, kv, lora, table)
+        """The part before attention. x [T, H]: what ``residual`` lacks, None: nothing; it grows in place."""
+        return self.attention.queries(self.attention_norm(x, residual), batch, kv, lora, table)
+
+    def finish(self, seen: Tensor, residual: Tensor, lora: LoraStep) -> Tensor:
+        """The part behind attention: seen [T, N_q, D] → what ``residual`` lacks then, [T, H]."""
+        x = self.attention.output(seen.flatten(1), lora)
         return self.mlp(self.mlp_norm(x, residual), lora)
 
     def linears(self) -> tuple[Linear | MoeMlp, ...]:
@@ -124,6 +128,8 @@ class Decoder:
         frequencies = inverse_frequencies(config.rope, config.attention.head_dim).to(self.embedding.device)
         self.rope_table = rope_table(frequencies, config.context_tokens)
         self._num_head_calls = 0
+        self.num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name != "model.embed_tokens.weight")
+        self.num_bytes += self.embedding.nbytes if config.tie_word_embeddings else 0
 
     @property
     def num_linear_calls(self) -> int:
@@ -134,16 +140,22 @@ class Decoder:
         """Tokens of each expert so far, by layer with experts. Waits for the device."""
         return [layer.mlp.num_tokens_of.tolist() for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
 
-    def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots) -> Tensor:
-        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``."""
-        step = LoraStep(lora, batch.lora)
+    def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0) -> Tensor:
+        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``:
+        see LoraStep."""
+        step = LoraStep(lora, batch.lora, most_ranks)
         residual = F.embedding(batch.token_ids, self.embedding)
         x = None
         for layer in self.layers:
-            x = layer(x, residual, batch, kv, step, self.rope_table)
-        return self.norm(residual) if x is None else self.norm(x, residual)
+            queries = layer.queries(x, residual, batch, kv, step, self.rope_table)
+            x = layer.finish(layer.attention.attend(queries, batch.attention, kv), residual, step)
+        return self.norm(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → [R, V] fp32."""
+        return self.product_with_head(hidden).float()
+
+    def product_with_head(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] → logits [R, V] in the weights' dtype."""
         self._num_head_calls += 1
-        return linear(hidden, self.head).float()
+        return linear(hidden, self.head)

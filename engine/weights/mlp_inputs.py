@@ -8,7 +8,7 @@ from engine.batch import Batch
 from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, RmsNorm
-from engine.models.linear import LoraSlots
+from engine.models.lora_slots import LoraSlots
 from engine.wire import TokenizerCard
 from kernels.paged_attention import plan_attention
 
@@ -27,7 +27,7 @@ class _Watched(RmsNorm):
         self.weight, self.eps = norm.weight, norm.eps
         self.mean: Tensor | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         y = super().__call__(x, residual)
         self.mean = y.float().mean(0)
         return y
@@ -64,7 +64,6 @@ def _whole(ids: list[int], config: ModelConfig) -> Batch:
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
         ),
-        adapter_slots=[-1] * len(ids),
         lora=None,
-        logits_rows=[],
+        logits_rows=torch.tensor([], dtype=torch.int64),
     )

@@ -2,10 +2,11 @@
 
 from litestar import Request, Response, get
 
+from gateway.access import needs_no_key
 from gateway.parts import parts_of
 
 
-@get("/health")
+@get("/health", opt=needs_no_key())
 async def health(request: Request) -> Response:
     """503 while draining; engines that are away don't make the gateway unhealthy."""
     draining = parts_of(request).pipeline.admission.closed

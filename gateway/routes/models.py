@@ -6,6 +6,7 @@ from typing import Any
 from litestar import Request, get
 from litestar.params import FromPath
 
+from gateway.access import needs_any_key
 from gateway.errors import ApiError
 from gateway.parts import Parts, parts_of, principal_of
 from gateway.targets import Target
@@ -13,7 +14,7 @@ from tenants.repositories import AdapterRepository
 from tenants.tables import AdapterVersion
 
 
-@get("/v1/models")
+@get("/v1/models", opt=needs_any_key())
 async def list_models(request: Request) -> dict[str, Any]:
     principal, parts = principal_of(request), parts_of(request)
     async with parts.database.session() as session:
@@ -23,7 +24,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": bases + own}
 
 
-@get("/v1/models/{model_id:path}")
+@get("/v1/models/{model_id:path}", opt=needs_any_key())
 async def get_model(request: Request, model_id: FromPath[Path]) -> dict[str, Any]:
     """Raises ApiError 404, the same for absent and for another tenant's."""
     principal, parts = principal_of(request), parts_of(request)

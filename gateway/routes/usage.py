@@ -1,90 +1,72 @@
-"""GET /v1/organization/usage/completions: OpenAI's query and result shape, for the caller's tenant."""
+"""GET /v1/organization/usage/completions and /costs: OpenAI's query and result shapes, for the caller's tenant."""
 
-import time
-from typing import Any, get_args
+from typing import Any
 
 from litestar import Request, get
 
-from gateway.errors import invalid
+from gateway.access import needs
 from gateway.parts import parts_of, principal_of
-from tenants.errors import InvalidValue
-from tenants.record_repository import BucketWidth
-from tenants.repositories import RecordRepository, UsageBucket, UsageQuery, UsageRow
+from gateway.report_query import Report, page_of
+from gateway.work import TIER_OF
+from tenants.record_repository import CostRow
+from tenants.repositories import RecordRepository, UsageRow
 
-_WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
-_MOST = {"1m": 1440, "1h": 168, "1d": 366}  # buckets in one answer
-_GROUPS = ("model", "api_key_id", "project_id")
+_USAGE = Report(
+    limits={"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)},
+    groups={
+        "project_id": "project_id",
+        "user_id": None,
+        "api_key_id": "api_key_id",
+        "model": "model",
+        "batch": None,
+        "service_tier": "flow_class",
+        "api_source": None,
+    },
+)
+_COSTS = Report(
+    limits={"1d": (7, 180)},
+    groups={
+        "project_id": "project_id",
+        "user_id": None,
+        "line_item": "line_item",
+        "api_key_id": "api_key_id",
+        "api_source": None,
+    },
+)
+_PICO = 10**12
 
 
-@get("/v1/organization/usage/completions")
+@get("/v1/organization/usage/completions", opt=needs("usage"))
 async def usage_completions(request: Request) -> dict[str, Any]:
-    """Days are UTC's. An interval with more buckets than one answer holds is answered from its newest end."""
-    principal, parts = principal_of(request), parts_of(request)
-    query, limit = _query(request)
-    async with parts.database.session() as session:
-        buckets = await RecordRepository(session).usage_buckets(principal.tenant_id, query)
-    page = buckets[:limit]
-    rest = buckets[limit:]
-    return {
-        "object": "page",
-        "data": [_bucket(bucket) for bucket in page],
-        "has_more": bool(rest),
-        "next_page": f"page_{rest[0].start_s}" if rest else None,
-    }
+    principal, page = principal_of(request), await page_of(request, _USAGE)
+    async with parts_of(request).database.session() as session:
+        buckets = await RecordRepository(session).usage_buckets(principal.tenant_id, page.query)
+    return page.answer(
+        [
+            _bucket(each.start_s, each.end_s, [_used(row, page.grouped) for row in each.rows if page.matches])
+            for each in buckets
+        ]
+    )
 
 
-def _query(request: Request) -> tuple[UsageQuery, int]:
-    width: BucketWidth = request.query_params.get("bucket_width", "1d")  # pyright: ignore[reportAssignmentType]
-    if width not in get_args(BucketWidth):
-        raise invalid("'bucket_width' is one of 1m, 1h, 1d.", "bucket_width")
-    groups = _listed(request, "group_by")
-    if not set(groups) <= set(_GROUPS):
-        raise invalid(f"'group_by' holds of {', '.join(_GROUPS)}.", "group_by")
-    end_s = _number(request, "end_time", int(time.time()) + 1)
-    start_s = max(_start(request), end_s - (_MOST[width] - 1) * _WIDTH_S[width])
-    limit = _number(request, "limit", _MOST[width])
-    if not 1 <= limit <= _MOST[width]:
-        raise invalid(f"'limit' lies between 1 and {_MOST[width]}.", "limit")
-    try:
-        query = UsageQuery(start_s, end_s, width, groups, _listed(request, "models"), _listed(request, "api_key_ids"))  # pyright: ignore[reportArgumentType]
-    except InvalidValue as error:
-        raise invalid(str(error), error.field) from None
-    return query, limit
+@get("/v1/organization/costs", opt=needs("usage"))
+async def costs(request: Request) -> dict[str, Any]:
+    principal, page = principal_of(request), await page_of(request, _COSTS)
+    async with parts_of(request).database.session() as session:
+        buckets = await RecordRepository(session).cost_buckets(principal.tenant_id, page.query)
+    return page.answer(
+        [
+            _bucket(each.start_s, each.end_s, [_cost(row, page.grouped) for row in each.rows if page.matches])
+            for each in buckets
+        ]
+    )
 
 
-def _start(request: Request) -> int:
-    page = request.query_params.get("page", "")
-    if page:
-        number = page.removeprefix("page_")
-        if not (number.isascii() and number.isdigit() and len(number) <= 10):
-            raise invalid("'page' is the 'next_page' of an earlier answer.", "page")
-        return int(number)
-    if "start_time" not in request.query_params:
-        raise invalid("'start_time' is required (Unix seconds).", "start_time")
-    return _number(request, "start_time", 0)
+def _bucket(start_s: int, end_s: int, results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "bucket", "start_time": start_s, "end_time": end_s, "results": results}
 
 
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise invalid(f"'{name}' is a whole number.", name)
-    return int(text)
-
-
-def _listed(request: Request, name: str) -> tuple[str, ...]:
-    """Repeated, or with [] behind the name, or parted by commas."""
-    values = request.query_params.getall(name, []) + request.query_params.getall(f"{name}[]", [])
-    return tuple(item for value in values for item in value.split(",") if item)
-
-
-def _bucket(bucket: UsageBucket) -> dict[str, Any]:
-    results = [_result(row) for row in bucket.rows]
-    return {"object": "bucket", "start_time": bucket.start_s, "end_time": bucket.end_s, "results": results}
-
-
-def _result(row: UsageRow) -> dict[str, Any]:
+def _used(row: UsageRow, grouped: frozenset[str]) -> dict[str, Any]:
     return {
         "object": "organization.usage.completions.result",
         "input_tokens": row.input_tokens,
@@ -96,9 +78,27 @@ def _result(row: UsageRow) -> dict[str, Any]:
         "user_id": None,
         "api_key_id": row.api_key_id,
         "model": row.model,
-        "batch": None,
-        "service_tier": None,
+        "batch": False if "batch" in grouped else None,
+        "service_tier": row.flow_class and TIER_OF[row.flow_class],
+        "api_source": _source(grouped),
     }
 
 
-handlers = [usage_completions]
+def _cost(row: CostRow, grouped: frozenset[str]) -> dict[str, Any]:
+    """``value`` is a float as OpenAI's is; ``picousd`` is exact."""
+    return {
+        "object": "organization.costs.result",
+        "amount": {"value": row.amount_picousd / _PICO, "currency": "usd", "picousd": row.amount_picousd},
+        "line_item": row.line_item,
+        "project_id": row.project_id,
+        "user_id": None,
+        "api_key_id": row.api_key_id,
+        "api_source": _source(grouped),
+    }
+
+
+def _source(grouped: frozenset[str]) -> str | None:
+    return "unlabeled" if "api_source" in grouped else None
+
+
+handlers = [usage_completions, costs]

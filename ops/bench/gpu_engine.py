@@ -14,14 +14,18 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
+from engine.cuda_runner import CudaRunner
 from engine.engine import Engine
+from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
+from ops.bench.gpu_engine_checks import check_logits_are_those_of_the_reference, run_checks
 from ops.bench.random_model import random_adapter, random_decoder
 
 # out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
@@ -35,28 +39,37 @@ RANK = 16
 class Bench:
     """One model with its adapters in host memory, and an Engine over it."""
 
-    def __init__(self, shape: str, device: torch.device, num_adapters: int, small: bool) -> None:
+    def __init__(
+        self, shape: str, device: torch.device, num_adapters: int, small: bool, decoder: Decoder | None = None
+    ) -> None:
         begin = time.perf_counter()
         self.shape, self.device, self.small = shape, device, small
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.decoder = random_decoder(shape, device, dtype)
+        self.decoder = decoder or random_decoder(shape, device, dtype)
         self.sizes = EngineConfig(
             num_blocks=2048 if small else 16384,
             context_tokens=2048 if small else 8192,
             max_step_tokens=512 if small else 8192,
             max_running=256,
-            adapter_slots=max(1, num_adapters),
+            adapter_slots=num_adapters,
             max_lora_rank=RANK,
             host_adapter_bytes=64 << 30,
         )
-        self.runner = Runner(self.decoder, self.sizes)
+        self.runner = (
+            CudaRunner(self.decoder, self.sizes) if device.type == "cuda" else Runner(self.decoder, self.sizes)
+        )
         self.engine = Engine(self.sizes, self.runner)
+        self.sync()
+        self.loaded_s = time.perf_counter() - begin
+        if isinstance(self.runner, CudaRunner):
+            self.runner.warm()
         self.number = 0
         self.step_ms: list[float] = []
         self.sync()
         self.built_s = time.perf_counter() - begin
         for seed in range(num_adapters):
-            self.engine.adapter_ready(f"a{seed}", random_adapter(self.decoder.config, RANK, seed, device))
+            weights = random_adapter(self.decoder.config, RANK, seed, device)
+            self.engine.adapter_ready(f"a{seed}", self.runner.prepare(weights))
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -77,15 +90,20 @@ class Bench:
             self.add(prompt_tokens, new_tokens, names[index % len(names)])
 
     def drain(self) -> float:
-        """Steps until nothing is left → seconds. ``step_ms`` has each step's."""
-        self.step_ms = []
+        """Steps until nothing is left → seconds. ``step_ms`` has each step's, ``kind_s`` their sums by kind."""
+        self.step_ms, self.kind_s = [], {"": 0.0, "prefill": 0.0, "mixed": 0.0, "decode": 0.0}
         self.sync()
         begin = last = time.perf_counter()
+        first: dict[str, float] = {}
         while self.engine.has_work:
-            self.engine.step()
-            now = time.perf_counter()
+            result = self.engine.step()
+            stats, now = result.stats, time.perf_counter()
+            for delta in result.deltas:
+                first.setdefault(delta.request_id, now - begin)
             self.step_ms.append((now - last) * 1e3)
+            self.kind_s[stats.kind if stats.num_tokens else ""] += now - last
             last = now
+        self.first_s = sorted(first.values())
         return last - begin
 
 
@@ -94,9 +112,16 @@ def adapters(num: int) -> list[str]:
 
 
 def throughput(bench: Bench, names: list[str], num: int, prompt_tokens: int, new_tokens: int) -> dict:
+    """Once without the clock, so that every kernel of such steps is there; then with it."""
+    bench.fill(num, prompt_tokens, 8, names)
+    bench.drain()
     bench.fill(num, prompt_tokens, new_tokens, names)
     seconds = bench.drain()
-    return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms)}
+    decode = statistics.median(bench.step_ms)
+    by_kind = dict(bench.kind_s)
+    return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms),
+            "ttft_p95_s": bench.first_s[len(bench.first_s) * 95 // 100], "seconds_by_kind": by_kind,
+            "median_step_ms": decode}  # fmt: skip
 
 
 def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, new_tokens: int = 129) -> dict:
@@ -116,13 +141,15 @@ def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, n
     }  # fmt: skip
 
 
-def profile(bench: Bench, names: list[str], out: Path, label: str) -> dict:
-    """Kernels of four decode steps with 32 sequences: seconds by kernel, and the list of one step."""
+def profile(
+    bench: Bench, names: list[str], out: Path, label: str, num: int = 32, prompt_tokens: int = 64, num_before: int = 12
+) -> dict:
+    """Kernels of four steps after ``num_before``: seconds by kernel, and the list of one step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    bench.fill(32, 64, 24, names)
-    for _ in range(12):
+    bench.fill(num, prompt_tokens, 24, names)
+    for _ in range(num_before):
         bench.engine.step()
     bench.sync()
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])
@@ -142,7 +169,7 @@ def profile(bench: Bench, names: list[str], out: Path, label: str) -> dict:
     rows = sorted(((us, count, name) for name, (us, count) in totals.items()), reverse=True)
     lines = [f"{us:9.1f} us {count:7.1f} x  {name[:110]}" for us, count, name in rows]
     (out / f"profile_{bench.shape}_{label}.txt").write_text("\n".join(lines) + "\n\n" + launches(events))
-    print(f"-- {label}: one decode step of 32, profiled wall {wall_ms:.2f} ms")
+    print(f"-- {label}: one step of four, {num} sequences, profiled wall {wall_ms:.2f} ms")
     print("\n".join(lines[:22]))
     busy = sum(us for us, _, _ in rows) / 1e3
     return {"profiled_wall_ms": wall_ms, "gpu_busy_ms": busy, "launches": sum(count for _, count, _ in rows)}
@@ -153,6 +180,84 @@ def launches(events: list) -> str:
     ordered = sorted(events, key=lambda event: event.time_range.start)
     ordered = ordered[len(ordered) * 3 // 4 :]
     return "\n".join(f"{event.time_range.elapsed_us():8.1f} {event.name[:100]}" for event in ordered[:600])
+
+
+def prefill_profile(bench: Bench, names: list[str], out: Path, label: str, num: int, prompt_tokens: int) -> dict:
+    """Kernels of four steps that compute prompts, and of four in which all decode."""
+    first = profile(bench, names, out, f"{label}_prompts", num, prompt_tokens, 2)
+    return {"prompts": first, "decodes": profile(bench, names, out, f"{label}_decodes", num, prompt_tokens, 21)}
+
+
+def by_hand(bench: Bench, names: list[str]) -> dict:
+    """Decode steps of 32 without graphs: what a step costs that no graph holds."""
+    graphs, bench.runner._decodes = bench.runner._decodes, None
+    try:
+        result = tpot(bench, names, 1, new_tokens=33)
+        host_times(bench, names)
+    finally:
+        bench.runner._decodes = graphs
+    return result
+
+
+def flatness(bench: Bench) -> dict:
+    """ms per token of 32 sequences by how they spread over adapters: over 8 evenly and unevenly (equal bytes), and one,
+    Zipf's over 32, all distinct (as many bytes as are in use)."""
+    spreads = {
+        "8 evenly": [index % 8 for index in range(32)],
+        "8 unevenly": [0] * 14 + [1] * 6 + [2] * 4 + [3] * 3 + [4] * 2 + [5, 6, 7],
+        "identical": [0] * 32,
+        "zipf": sorted(min(31, int(32 ** (index / 31)) - 1) for index in range(32)),
+        "distinct": list(range(32)),
+    }
+    found = {}
+    for name, indices in spreads.items():
+        result = tpot(bench, [f"a{index}" for index in indices], 3, new_tokens=65)
+        found[name] = {"distinct": len(set(indices)), "step_ms": result["step_ms"]}
+    return found
+
+
+def unused_lora(bench: Bench) -> dict:
+    """ms a step of 32 base sequences, in turn: an engine without slots, and this one with slots that nobody uses."""
+    bare = Bench(bench.shape, bench.device, 0, bench.small, bench.decoder)
+    pairs = [(tpot(one, [""], 1, new_tokens=65)["step_ms"], tpot(two, [""], 1, new_tokens=65)["step_ms"])
+             for one, two in [(bare, bench)] * 7]  # fmt: skip
+    without, unused = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {"without_ms": without, "unused_ms": unused, "cost": unused / without - 1}
+
+
+def hot_load(bench: Bench) -> dict:
+    """Milliseconds of an adapter into a slot; and the steps of 32 base decodes while 8 adapters arrive and load."""
+    weights = random_adapter(bench.decoder.config, RANK, 900, bench.device)
+    begin = time.perf_counter()
+    packed = bench.runner.prepare(weights)
+    pack_ms = (time.perf_counter() - begin) * 1e3
+    times, host = [], []
+    for _ in range(6):
+        bench.sync()
+        begin = time.perf_counter()
+        bench.runner.load_slot(0, packed)
+        host.append((time.perf_counter() - begin) * 1e3)
+        bench.sync()
+        times.append((time.perf_counter() - begin) * 1e3)
+    bench.runner.clear_slot(0)
+    bench.fill(32, 64, 300, [""])
+    loads: list[float] = []
+    steps: list[float] = []
+    last = time.perf_counter()
+    while bench.engine.has_work:
+        number = len(steps)
+        if number in range(60, 220, 20):
+            before = time.perf_counter()
+            bench.runner.load_slot((number // 20) % bench.sizes.adapter_slots, packed)
+            loads.append((time.perf_counter() - before) * 1e3)
+        bench.engine.step()
+        now = time.perf_counter()
+        steps.append((now - last) * 1e3)
+        last = now
+    during = [steps[number + shift] for number in range(60, 220, 20) for shift in range(3)]
+    return {"bytes": packed.num_bytes, "pack_ms": pack_ms, "slot_ms": times, "host_ms": host, "loads_ms": loads,
+            "median_step_ms": statistics.median(steps[30:290]), "worst_step_beside_load_ms": max(during),
+            "worst_step_ms": max(steps[30:290])}  # fmt: skip
 
 
 def host_times(bench: Bench, names: list[str]) -> dict:
@@ -205,7 +310,11 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
 
     def build() -> dict:
         holder.append(Bench(shape, device, num_adapters, small))
-        return {"built_s": holder[0].built_s, "gpu_bytes": memory(device)}
+        holder[0].fill(1, 64, 1, [""])
+        holder[0].drain()
+        since_start = time.time() - Path("/proc/self").stat().st_ctime
+        return {"loaded_s": holder[0].loaded_s, "built_s": holder[0].built_s, "first_token_s": since_start,
+                "gpu_bytes": memory(device)}  # fmt: skip
 
     report.section(f"{shape} build", build)
     if not holder:
@@ -225,6 +334,23 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
             report.section(f"{shape} host {num}", lambda names=names: host_times(bench, names))
         if "throughput" in sections:
             report.section(f"{shape} throughput {num}", lambda names=names: throughput(bench, names, *workload))
+        if "prefill" in sections:
+            label = str(num)
+            report.section(
+                f"{shape} prefill {num}",
+                lambda names=names, label=label: prefill_profile(bench, names, report.out, label, *workload[:2]),
+            )
+        if "by_hand" in sections and num != counts[1]:
+            report.section(f"{shape} by hand {num}", lambda names=names: by_hand(bench, names))
+    if "long" in sections:
+        report.section(f"{shape} 4k 0", lambda: tpot(bench, [""], 1, prompt_tokens=3968))
+        report.section(f"{shape} 4k 64", lambda: tpot(bench, adapters(counts[2]), 1, prompt_tokens=3968))
+    if "flat" in sections:
+        report.section(f"{shape} flatness", lambda: flatness(bench))
+    if "unused" in sections:
+        report.section(f"{shape} unused adapters", lambda: unused_lora(bench))
+    if "load" in sections:
+        report.section(f"{shape} hot load", lambda: hot_load(bench))
     summary(report.results, shape, counts)
 
 
@@ -247,7 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama8b,qwen06b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", default="tpot,throughput,profile")
+    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")
@@ -255,6 +381,13 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     report = Report(options.out, options.seconds, options.rounds)
+    if "checks" in options.sections:
+        report.section("checks", run_checks)
+    if "teacher" in options.sections:
+        for shape in options.shape.split(","):
+            check = partial(check_logits_are_those_of_the_reference, shape, 12, 0.9)
+            report.section(f"{shape} eight rows against fp32", check)
+            torch.cuda.empty_cache()
     for shape in options.shape.split(","):
         measure_shape(report, shape, torch.device(options.device), set(options.sections.split(",")), options.small)
         torch.cuda.empty_cache()

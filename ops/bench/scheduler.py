@@ -38,6 +38,7 @@ class InstantRunner:
     def __init__(self) -> None:
         self.model_info = ModelInfo()
         self.expert_load = None
+        self.device_counters = None
         self.spent_ns = 0
 
     overlaps = False

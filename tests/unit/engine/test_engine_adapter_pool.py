@@ -18,6 +18,7 @@ def pool_with(num_slots: int, *keys: str) -> AdapterPool:
 def test_an_adapter_in_use_is_never_replaced():
     pool = pool_with(1, "a", "b")
     slot, generation = pool.acquire("a")
+    pool.take_loads()
 
     assert not pool.has_room("b")
     assert pool.has_room("a")
@@ -114,6 +115,21 @@ def test_a_copy_larger_than_the_tier_is_kept_alone():
         host.put(key, Weights(key))
 
     assert ("a" in host, "b" in host, host.num_bytes) == (False, True, 100)
+
+
+def test_a_copy_that_nobody_could_bring_again_outlives_every_eviction():
+    host = HostTier(200)
+    host.put("a", Weights("a"))
+    host.keep("a")
+
+    for key in "bcd":
+        host.put(key, Weights(key))
+        host.check_invariants()
+    assert ("a" in host, "d" in host, len(host)) == (True, True, 2)
+    host.drop("a")
+    host.put("e", Weights("e"))
+
+    assert (list(host), host.num_bytes) == (["d", "e"], 200)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import resource
+from contextlib import contextmanager
 
 import pytest
 from live_engine import PATIENCE_S, canonical_file, collect, first_delta, live_client, live_server, submit, until
@@ -96,11 +98,12 @@ def not_an_adapter(file: AdapterFile) -> AdapterFile:
     [
         (damaged, "adapter_corrupt"),
         (not_an_adapter, "adapter_corrupt"),
-        (lambda file: file._replace(size_bytes=file.size_bytes + 1), "adapter_unavailable"),
-        (lambda file: file._replace(path=file.path.with_name("gone")), "adapter_unavailable"),
+        (lambda file: file._replace(size_bytes=file.size_bytes + 1), "adapter_corrupt"),
+        (lambda file: file._replace(path=file.path.with_name("gone")), "adapter_corrupt"),
+        (lambda file: file._replace(path=file.path.parent), "adapter_delayed"),
         (lambda file: None, "adapter_unavailable"),
     ],
-    ids=["wrong hash", "not an adapter", "shorter than announced", "file gone", "unknown"],
+    ids=["wrong hash", "not an adapter", "shorter than announced", "file gone", "unreadable", "unknown"],
 )
 def test_what_cannot_be_had_ends_its_requests_with_a_code_and_leaves_others_alone(tmp_path, change, code):
     store = Store(**{KEY: change(canonical_file(tmp_path / "a", tiny_adapter(1)))})
@@ -206,6 +209,65 @@ def test_a_forgotten_adapter_leaves_the_disk_and_those_who_wait_for_it_are_told(
     asyncio.run(main())
 
 
+def test_where_an_adapter_lies_is_told_tier_by_tier(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            before = await client.residency(timeout_s=PATIENCE_S)
+            await collect(client.submit(with_adapter("r1")))
+            async with live_client(tmp_path, "watcher", role="observer") as observer:
+                after = await observer.residency(timeout_s=PATIENCE_S)
+            asked = await client.residency([KEY, "another"], PATIENCE_S)
+            client.forget_adapter(KEY)
+            gone = await client.residency(timeout_s=PATIENCE_S)
+            return before, after, asked, gone
+
+    before, after, asked, gone = asyncio.run(main())
+    assert before == gone == {}
+    assert after == asked == {KEY: ["device", "cpu", "disk"]}
+
+    async def restarted():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            await collect(client.submit(with_adapter("r2")))
+            async with live_server(tmp_path / "other"), live_client(tmp_path / "other") as elsewhere:
+                return await client.residency(timeout_s=PATIENCE_S), await elsewhere.residency(timeout_s=PATIENCE_S)
+
+    assert asyncio.run(restarted()) == ({KEY: ["device", "cpu", "disk"]}, {})
+
+
+@contextmanager
+def files_bounded_to(num_bytes: int):
+    """This process's disk is as good as full beyond files of that size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_worth_another_try_and_stops_nobody_else(tmp_path):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1), padding=PADDING)})
+    small = canonical_file(tmp_path / "b", tiny_adapter(2))
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            store.files["old"] = store.files["older"] = small
+            for name in ("older", "old"):
+                await collect(client.submit(submit(name, adapter_key=name)))
+            with files_bounded_to(2 << 20):
+                _, failed = await collect(client.submit(with_adapter("r1")))
+                tokens, _ = await collect(client.submit(submit("base")))
+            left = sorted(path.name.split(".")[0] for path in (tmp_path / "adapters").iterdir())
+            _, later = await collect(client.submit(with_adapter("r2")))
+            return failed.error_code, len(tokens), left, later.error_code
+
+    code, num_tokens, left, later = asyncio.run(main())
+    assert (code, num_tokens, later) == ("adapter_delayed", 8, "")
+    assert left == ["old"], "half of what was less recently used made room, and nothing is half-written"
+
+
 def test_chunks_that_nobody_asked_for_are_ignored(tmp_path):
     async def main():
         async with live_server(tmp_path), live_client(tmp_path) as client:
@@ -237,7 +299,7 @@ def test_chunks_that_do_not_make_their_file_are_refused(tmp_path, chunk):
                     client._connection.send(chunk)
                     await asyncio.Event().wait()
 
-                client._adapter_source = bad
+                client._supply._source = bad
                 stream = client.submit(with_adapter("r1"))
                 assert (await collect(stream))[1].error_code == "adapter_corrupt"
             assert list((tmp_path / "adapters").glob("*.tnr")) == []
@@ -275,6 +337,19 @@ def test_the_disk_tier_is_bounded_and_drops_the_least_recently_used(tmp_path):
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "c", "d"]
     put(tier, "huge", 1000)
     assert (len(tier), tier.num_bytes) == (1, 1000)
+
+
+def test_what_else_lies_in_the_disk_tiers_folder_stops_nobody(tmp_path):
+    put(DiskTier(tmp_path), "good", 100)
+    (tmp_path / f"link.{'00' * 32}.tnr").symlink_to(tmp_path / "nowhere")
+    (tmp_path / f"folder.{'00' * 32}.tnr").mkdir()
+    (tmp_path / "no-hash.tnr").write_bytes(b"?")
+    (tmp_path / "note.txt").write_bytes(b"?")
+
+    tier = DiskTier(tmp_path)
+
+    assert list(tier) == ["good"]
+    assert tier.num_bytes == 100
 
 
 def test_the_disk_tier_finds_its_files_and_their_order_again(tmp_path):

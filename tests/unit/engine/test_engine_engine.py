@@ -4,6 +4,7 @@ import pytest
 from arithmetic_peer import EOS, ArithmeticRunner, Driver, Weights, expected_output, make_engine, submit
 
 from engine import wire
+from engine.device_counters import DeviceCounters
 from engine.engine import Engine
 from engine.errors import Busy, InvalidRequest, TooLong
 
@@ -331,6 +332,55 @@ def test_a_deleted_adapter_leaves_its_slot_with_its_last_request():
     assert driver.outcomes["r"].reasons == {0: "length"}
 
 
+def test_a_storm_of_adapters_is_loaded_in_turns_so_that_no_stream_waits_for_all_of_them():
+    _, runner, driver = start(max_running=10)
+    driver.add(submit("stream", PROMPT, 30, ignore_eos=True))
+    driver.step()
+    for number in range(6):
+        driver.add(submit(f"r{number}", PROMPT, 4, adapter_key=f"adapter-{number}", ignore_eos=True))
+    loads = []
+    while driver.engine.has_work:
+        before = runner.num_loads
+        driver.step()
+        loads.append(runner.num_loads - before)
+
+    assert (max(loads), sum(loads)) == (1, 6)
+    assert all(outcome.finished for outcome in driver.outcomes.values())
+
+
+def test_whoever_was_there_before_the_deletion_finishes_even_after_giving_way():
+    """Running, preempted and queued: nobody could bring the bytes again, so they stay until the last one is done."""
+    engine, runner, driver = start(fetches=False, num_blocks=10, adapter_slots=1, max_running=2)
+    for key in ("adapter-a", "adapter-b"):
+        engine.adapter_ready(key, Weights(key))
+    for number in range(3):
+        driver.add(submit(f"r{number}", PROMPT, 20, adapter_key="adapter-a", ignore_eos=True))
+    driver.step()
+    driver.step()
+    engine.forget_adapter("adapter-a")
+    driver.add(submit("other", PROMPT, 4, adapter_key="adapter-b", ignore_eos=True))
+    driver.run()
+
+    assert engine.scheduler.num_preemptions > 0
+    assert {name: outcome.reasons for name, outcome in driver.outcomes.items()} == {
+        name: {0: "length"} for name in ("r0", "r1", "r2", "other")
+    }
+    assert engine.adapters.residency(["adapter-a", "adapter-b"]) == {"adapter-b": ["device", "cpu"]}
+    assert [weights.key for weights in runner.slots if weights] == ["adapter-b"]
+
+
+def test_a_deleted_adapter_that_nobody_uses_is_gone_from_every_memory_at_once():
+    engine, runner, driver = start()
+    driver.add(submit("r", PROMPT, 2, adapter_key="adapter-a"))
+    driver.run()
+    assert engine.adapters.residency() == {"adapter-a": ["device", "cpu"]}
+
+    engine.forget_adapter("adapter-a")
+
+    assert engine.adapters.residency() == {}
+    assert runner.slots == [None] * 8
+
+
 def test_an_adapter_that_left_host_memory_before_its_turn_is_wanted_again():
     _, _, driver = start(adapter_slots=1, host_adapter_bytes=100)
     for key in ("adapter-a", "adapter-b", "adapter-c"):
@@ -414,7 +464,7 @@ def test_each_metric_moves_when_what_it_counts_happens():
         ("tenora_kv_blocks", "state=used"),
         ("tenora_kv_blocks_in_use", "class=interactive"),
         ("tenora_kv_fragmentation_ratio", ""),
-        ("tenora_adapters_resident", "tier=host"),
+        ("tenora_adapters_resident", "tier=cpu"),
         ("tenora_gpu_utilization_ratio", ""),
         ("vllm:num_requests_running", ""),
         ("vllm:num_requests_waiting", ""),
@@ -450,3 +500,22 @@ def test_each_metric_moves_when_what_it_counts_happens():
     assert (
         after["tenora_step_seconds_bucket", "kind=decode,le=+Inf"] == after["tenora_step_seconds_count", "kind=decode"]
     )
+
+
+def test_a_device_tells_its_fallbacks_and_how_much_of_its_memory_it_used():
+    engine, runner = make_engine()
+    runner.device_counters = counters = DeviceCounters(peak_bytes_s=1e9)
+    engine = Engine(engine.config, runner, clock=runner.clock)
+    driver = Driver(engine)
+    driver.add(submit("r", PROMPT, 4, ignore_eos=True))
+    counters.num_bytes += 700
+    counters.fallbacks["graph", "experts"] += 2
+    counters.shapes["decode 8"] += 3
+
+    driver.run()
+
+    told = values(engine)
+    assert told["tenora_fallbacks_total", "kind=graph,reason=experts"] == 2
+    assert told["tenora_fallbacks_total", "kind=kernel,reason=head_size"] == 0
+    assert told["tenora_batch_shape_total", "bucket=decode 8"] == 3
+    assert told["tenora_memory_bandwidth_ratio", ""] == pytest.approx(700 / engine.stats.account_ns["attributed"])

@@ -10,7 +10,7 @@ from engine.errors import InvalidAdapter
 from engine.models.attention import inverse_frequencies
 from engine.models.config import MODULES, Llama3Scaling, ModelConfig, RopeConfig
 from engine.models.decoder import Decoder
-from engine.models.linear import LoraSlots
+from engine.models.lora_slots import LoraSlots
 from engine.weights.adapter import AdapterWeights, LoraPair
 from tests.tiny import merged, tiny_adapter, tiny_config, tiny_weights, weight_name
 from tests.tiny_steps import Steps, adapter_weights
@@ -268,3 +268,67 @@ def test_llama_3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     torch.testing.assert_close(stretched[wavelengths > 8192], plain[wavelengths > 8192] / 8, rtol=1e-6, atol=0.0)
     between = (wavelengths >= 8192 / 4) & (wavelengths <= 8192)
     assert ((stretched <= plain) & (stretched >= plain / 8))[between].all()
+
+
+# ── slots as graphs need them ────────────────────────────────────────────────────────────────────
+
+
+def static_slots() -> LoraSlots:
+    return LoraSlots(tiny_config(), 3, 16, torch.zeros(1), is_static=True)
+
+
+def contents(slots: LoraSlots, slot: int) -> list[torch.Tensor]:
+    """All memory of a slot, and its column of ranks."""
+    slices = [slots.captured_slices(layer, (module,), 16)[0] for layer in range(2) for module in MODULES]
+    ranks = torch.stack([part.rank_table[slot] for part in slices if part.rank_table is not None])
+    return [ranks, *(tensor[slot] for part in slices for tensor in (part.a, part.b))]
+
+
+@pytest.mark.parametrize("before", [None, 1])
+def test_a_packed_adapter_leaves_the_same_in_its_slot_as_one_that_is_not(before: int | None):
+    plain, packed = static_slots(), static_slots()
+    if before is not None:  # another one, of a higher rank and other modules
+        packed.load_slot(1, packed.prepare(adapter_weights(tiny_adapter(before, rank=16))))
+    weights = adapter_weights(ADAPTERS[1])
+
+    plain.load_slot(1, weights)
+    packed.load_slot(1, packed.prepare(weights))
+
+    assert not isinstance(packed.prepare(weights), AdapterWeights)
+    for one, other in zip(contents(plain, 1), contents(packed, 1), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_table_has_the_true_ranks_and_one_slot_more_that_stays_empty():
+    slots = static_slots()
+    slots.load_slot(2, slots.prepare(adapter_weights(tiny_adapter(1, rank=4))))
+    ranks = contents(slots, 2)[0]
+    assert set(ranks.tolist()) == {4}
+    assert slots.lora_rank(2) == 4
+
+    slots.clear_slot(2)
+
+    assert not any(part.any() for part in contents(slots, 2))
+    assert slots.lora_rank(2) == 0
+    part = slots.captured_slices(0, ("q_proj",), 16)[0]
+    assert part.rank_table is not None
+    assert part.rank_table.tolist() == [0, 0, 0, 0]
+
+
+def test_static_slots_compute_what_others_do():
+    decoder, prompt = Decoder(tiny_config(), tiny_weights()), prompt_of(9)
+    plain, static = Steps(decoder, ADAPTERS[:2]), Steps(decoder, ADAPTERS[:2])
+    static.slots = LoraSlots(tiny_config(), 4, 16, decoder.embedding, is_static=True)
+    for slot, adapter in enumerate(ADAPTERS[:2]):
+        static.slots.load_slot(slot, static.slots.prepare(adapter_weights(adapter)))
+
+    for slot in (-1, 0, 1):
+        assert torch.equal(static.prefill([(prompt, slot)])[0], plain.prefill([(prompt, slot)])[0])
+
+
+def test_weights_that_do_not_fit_are_not_packed_and_refused_when_they_are_loaded():
+    slots = static_slots()
+    bad = slots.prepare(AdapterWeights({(0, "o_proj"): pair(4, 32, 31)}, 0))
+
+    with pytest.raises(InvalidAdapter):
+        slots.load_slot(0, bad)

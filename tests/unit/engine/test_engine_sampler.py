@@ -6,12 +6,38 @@ import pytest
 import torch
 
 from engine import wire
+from engine.device_sampler import DeviceSampler, score
 from engine.sampler import Sampler, uniform
 from engine.sequence import Request, Sequence
 
 torch.set_num_threads(1)
 EOS = 2
-SAMPLER = Sampler((EOS,))
+
+
+class OnDevice:
+    """The device's sampler with the reference's interface, on a CPU."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._sampler = DeviceSampler(eos_token_ids, torch.device("cpu"))
+
+    def sample(self, logits: torch.Tensor, rows) -> list:
+        tokens = self._sampler.sample(logits, rows)
+        wanted = [each.sampling.logprobs for each in rows]
+        return [
+            (int(token), score(logits[[index]], token[None], wanted[index]).read()[0] if wanted[index] >= 0 else None)
+            for index, token in enumerate(tokens)
+        ]
+
+    def score(self, logits: torch.Tensor, targets: list[int], num_top: int) -> tuple:
+        return tuple(score(logits, torch.tensor(targets, dtype=torch.int64), num_top).read())
+
+
+SAMPLER: Sampler | OnDevice = Sampler((EOS,))
+
+
+@pytest.fixture(autouse=True, params=[Sampler, OnDevice], ids=["reference", "device"])
+def _every_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "SAMPLER", request.param((EOS,)))
 
 
 def row(
@@ -310,3 +336,13 @@ def test_scores_are_of_the_given_targets():
 def test_no_rows_give_no_tokens():
     assert SAMPLER.sample(torch.zeros(0, 5), []) == []
     assert SAMPLER.score(torch.zeros(0, 5), [], 1) == ()
+
+
+def test_both_samplers_draw_the_same_tokens_from_the_same_numbers():
+    logits = random_logits(200, vocab=500)
+    settings = [{}, {"top_k": 9}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.9, "temperature": 0.6}]
+    rows = [row(seed=seed, **settings[seed % 4]) for seed in range(200)]  # type: ignore[arg-type]
+
+    expected = [token for token, _ in Sampler((EOS,)).sample(logits, rows)]
+
+    assert [token for token, _ in OnDevice((EOS,)).sample(logits, rows)] == expected

@@ -205,6 +205,8 @@ def test_every_request_ends_once_as_its_solo_run_and_nothing_leaks(seed: int, ov
     assert walk.engine.adapters.num_free + walk.engine.adapters.num_idle == walk.engine.adapters.num_slots
     assert sum(scheduler.waiting.num_sequences.values()) == scheduler.waiting.num_tokens == 0
     assert not scheduler.waiting.num_of_adapter
+    walk.engine.forget_adapter(ADAPTERS[2])
+    assert ADAPTERS[2] not in walk.engine.adapters.residency()
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapping"])

@@ -45,6 +45,7 @@ def random_to_engine(rng: random.Random) -> wire.ToEngine:
             lambda: wire.AdapterForget("k"),
             lambda: wire.Ack(rng.randrange(2**62), rng.randbytes(32)),
             lambda: wire.StatsRequest(rng.randrange(2**31)),
+            lambda: wire.ResidencyRequest(rng.randrange(2**31), rng.choice([None, [], ["k"]])),
         ]
     )()
 
@@ -64,6 +65,7 @@ def random_to_gateway(rng: random.Random) -> wire.ToGateway:
             ),
             lambda: wire.Rejected("r", "busy", random_text(rng)),
             lambda: wire.AdapterWanted("k"),
+            lambda: wire.ResidencyReply(1, {"k": ["device", "cpu", "disk"], "l": []}),
             lambda: wire.Record(rng.randrange(2**62), rng.randbytes(32), rng.randbytes(300)),
             lambda: wire.StatsReply(1, [wire.Family("f", "counter", "help", [("_total", {"a": "b"}, rng.random())])]),
         ]

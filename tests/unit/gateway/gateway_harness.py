@@ -110,14 +110,13 @@ class House:
         return self.on_loop(self._new_tenant(name, flow_class, limits))
 
     async def _new_tenant(self, name: str, flow_class: str, limits: dict) -> str:
-        secrets, minted = Secrets.load_or_create(self.settings.secrets), keys.mint("live")
+        new = keys.issue("live", Secrets.load_or_create(self.settings.secrets))
         async with self.parts.database.transaction() as session:
             tenant = await TenantRepository(session).create(name, limits=limits)
-            digest = keys.digest(minted.text, secrets.key_pepper)
-            await KeyRepository(session).create(tenant.tenant_id, minted, digest, flow_class=flow_class)
+            await KeyRepository(session).create(tenant.tenant_id, new, flow_class=flow_class)
         await self.parts.pipeline.directory.refresh()
-        self.tenants[minted.text] = tenant.tenant_id
-        return minted.text
+        self.tenants[new.minted.text] = tenant.tenant_id
+        return new.minted.text
 
     def receipt(self, key: str, request_id: str) -> dict:
         """As soon as the ledger has it."""

@@ -66,7 +66,7 @@ def test_an_upload_can_be_used_as_soon_as_it_is_answered(house: House, good: dic
     body = answer.json()
     assert (body["object"], body["name"], body["version"], body["status"]) == ("adapter", "a", 1, "ready")
     assert (body["num_pairs_bound"], body["lora_rank"], body["base_model"]) == (14, 4, "tiny")
-    assert shown == body | {"versions": [body]}
+    assert shown == body | {"versions": [body | {"residency": [{"replica": "engine-0", "tiers": []}]}]}
     assert listed == [body]
     assert models == ["tiny", "a"]
     assert retrieved["parent"] == "tiny"

@@ -152,22 +152,66 @@ def test_an_engine_that_drains_refuses_and_the_caller_hears_when_to_come_back(fr
     assert "retry-after" in answers[0].headers
 
 
-def test_a_store_that_does_not_answer_refuses_the_limited_and_admits_the_others(fragile: House):
-    limited = fragile.new_tenant("limited", requests_per_minute=1000)
+ONE = BODY | {"max_tokens": 1}
+
+
+def store_is_back(house: House) -> None:
+    eventually(lambda: not house.parts.pipeline.admission.limiter.is_away)
+
+
+def test_while_the_store_is_away_rates_are_kept_to_a_local_share_and_marked(fragile: House, caplog):
+    limited = fragile.new_tenant("limited", requests_per_minute=3)
     free = fragile.new_tenant("free")
     name = {"kind": "limiter", "reason": "store_unavailable"}
     before = fragile.metric("tenora_fallbacks_total", **name)
 
     with stopped(fragile.valkey.process.pid), fragile.http(limited) as http, fragile.http(free) as other:
-        refused = http.post("/completions", json=BODY | {"max_tokens": 1})
-        admitted = other.post("/completions", json=BODY | {"max_tokens": 1})
-
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-    assert "retry-after" in refused.headers
-    assert admitted.status_code == 200
-    assert fragile.metric("tenora_fallbacks_total", **name) > before
+        answers = [http.post("/completions", json=ONE) for _ in range(4)]
+        admitted = other.post("/completions", json=ONE)
+    store_is_back(fragile)
     with fragile.http(limited) as http:
-        assert eventually(lambda: http.post("/completions", json=BODY | {"max_tokens": 1}).status_code == 200)
+        after = http.post("/completions", json=ONE)
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert {answer.headers.get("x-ratelimit-degraded") for answer in answers} == {"true"}
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["2", "1", "0", "0"]
+    assert int(answers[3].headers["retry-after"]) <= 20
+    assert (admitted.status_code, admitted.headers.get("x-ratelimit-degraded")) == (200, None)
+    assert (after.status_code, after.headers.get("x-ratelimit-degraded")) == (200, None)
+    assert after.headers["x-ratelimit-remaining-requests"] == "2"
+    assert fragile.metric("tenora_fallbacks_total", **name) == before + 4
+    changes = [record.getMessage() for record in caplog.records if record.name == "gateway.limiter"]
+    assert len(changes) == 2
+
+
+def test_while_the_store_is_away_money_is_not_spent_and_no_rate_goes_on_for_ever(fragile: House, monkeypatch):
+    spender = fragile.new_tenant("spender", requests_per_minute=9, spend_limit_picousd_per_month=10**12)
+    limited = fragile.new_tenant("limited-long", requests_per_minute=9)
+    with stopped(fragile.valkey.process.pid), fragile.http(spender) as http, fragile.http(limited) as other:
+        closed = http.post("/completions", json=ONE)
+        monkeypatch.setattr("gateway.limiter.LOCAL_FOR_S", 0.0)
+        too_long = other.post("/completions", json=ONE)
+    store_is_back(fragile)
+
+    for refused in (closed, too_long):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "retry-after" in refused.headers
+
+
+def test_what_runs_when_the_store_goes_is_extended_from_the_share_and_settled_when_it_is_back(fragile: House):
+    key = fragile.new_tenant("cut-off", default_output_tokens=8, tokens_per_minute=3000)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "stream": True}
+    with fragile.http(key) as http, http.stream("POST", "/chat/completions", json=chat) as answer:
+        pieces = answer.iter_text()
+        text = next(pieces)
+        with stopped(fragile.valkey.process.pid):
+            text += "".join(pieces)
+    store_is_back(fragile)
+    with fragile.http(key) as http:
+        after = http.post("/completions", json=ONE)
+
+    assert text.endswith("data: [DONE]\n\n")
+    assert int(after.headers["x-ratelimit-remaining-tokens"]) >= 3000 - 128 - 4
 
 
 def test_a_locked_database_delays_the_bill_and_loses_nothing(fragile: House):

@@ -151,10 +151,8 @@ def test_a_tier_above_the_tenants_class_is_400_and_its_own_class_is_lowered(hous
 
 
 UNSUPPORTED = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
-    "response_format": {"type": "json_object"},
+    "function_call": {"name": "f"},
     "modalities": ["audio"],
 }
 
@@ -385,7 +383,7 @@ def test_usage_pages_follow_each_other(house: House):
         pages, page = [], None
         while True:
             found = http.get(
-                "/organization/usage/completions", params=query | {"limit": 100} | ({"page": page} if page else {})
+                "/organization/usage/completions", params=query | {"limit": 1} | ({"page": page} if page else {})
             ).json()
             pages += found["data"]
             page = found["next_page"]
@@ -406,6 +404,10 @@ def test_usage_pages_follow_each_other(house: House):
         {"start_time": 0, "bucket_width": "2d"},
         {"start_time": 0, "group_by": "tenant"},
         {"start_time": 0, "limit": 0},
+        {"start_time": 0, "limit": 32},
+        {"start_time": 0, "bucket_width": "1m", "limit": 1441},
+        {"start_time": 0, "batch": "some"},
+        {"start_time": 0, "models": ",".join("m" * 1001)},
         {"start_time": 0, "page": "x"},
     ],
 )

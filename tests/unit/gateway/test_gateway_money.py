@@ -70,9 +70,10 @@ def test_tokens_behind_a_stop_string_are_neither_reported_nor_billed(house: Hous
     assert [row.quantity for row in billed if row.meter == "output_tokens"] == [usage["completion_tokens"]]
 
 
-def test_a_reservation_that_the_store_took_too_late_is_given_back(fragile: House):
+def test_a_reservation_that_the_store_took_too_late_is_given_back(fragile: House, monkeypatch):
+    monkeypatch.setattr("gateway.limiter.LOCAL_FOR_S", 0.0)
     key = fragile.new_tenant("late", tokens_per_minute=50, concurrent_requests=1)
-    pool = fragile.parts.pipeline.admission.quota._redis.connection_pool
+    pool = fragile.parts.pipeline.admission.limiter.quota._redis.connection_pool
     with fragile.http(key) as http:
         assert http.post("/completions", json=BODY | {"max_tokens": 1}).status_code == 200  # the store has the script
         fragile.on_loop(connect_all(pool, 4))  # and will get the call of it, not a greeting before it
@@ -91,14 +92,14 @@ def test_a_reservation_that_the_store_took_too_late_is_given_back(fragile: House
 def test_who_was_reserving_when_the_drain_began_is_refused_and_takes_nothing(fragile: House, monkeypatch):
     key = fragile.new_tenant("reserving", requests_per_minute=1)
     admission, entered = fragile.parts.pipeline.admission, threading.Event()
-    real = admission.quota.reserve
+    real = admission.limiter.quota.reserve
 
     async def reserve(reservation):
         entered.set()
         return await real(reservation)
 
-    monkeypatch.setattr(admission.quota, "reserve", reserve)
-    monkeypatch.setattr(admission.quota, "_deadline_s", 30.0)
+    monkeypatch.setattr(admission.limiter.quota, "reserve", reserve)
+    monkeypatch.setattr(admission.limiter.quota, "_deadline_s", 30.0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, fragile.http(key) as http:
         with stopped_store(fragile):
             answer = pool.submit(http.post, "/completions", json=BODY)
@@ -176,7 +177,7 @@ def test_a_ticket_is_forgotten_even_when_its_settlement_is_cancelled(fragile: Ho
     eventually(admission.idle.is_set)
     call, work = replace(seen[0][0], request_id="another"), seen[0][1]
 
-    monkeypatch.setattr(admission.quota, "_deadline_s", 30.0)
+    monkeypatch.setattr(admission.limiter.quota, "_deadline_s", 30.0)
 
     async def scenario() -> None:
         inside, leave = asyncio.Event(), asyncio.Event()

@@ -10,8 +10,10 @@ import pytest
 
 from gateway import bootstrap
 from gateway.settings import Settings
+from gateway.supervisor import banner
 from tenants import keys
 from tenants.repositories import KeyRepository, TenantRepository
+from tenants.secrets import rotate
 from tests.ops_server import settings_of
 from tests.stores import valkey_server
 
@@ -145,3 +147,95 @@ def test_secrets_that_others_can_read_stop_the_start(settings: Settings) -> None
     settings.secrets.chmod(0o644)
     with pytest.raises(bootstrap.BootstrapError, match="chmod 600"):
         start(settings)
+
+
+# ── the demo, where others can reach it ──────────────────────────────────────────────────────────
+
+
+def demo_keys(settings: Settings, credentials: bootstrap.Credentials) -> list[bool]:
+    """Whether each demo tenant's key is taken."""
+
+    async def ask(context) -> list[bool]:
+        return [context.directory.authenticate(t.api_key) is not None for t in credentials.tenants.values()]
+
+    return in_context(settings, ask)
+
+
+@pytest.mark.parametrize("without", [("--host", "0.0.0.0"), ("--no-demo",)])
+def test_demo_keys_of_an_earlier_start_are_revoked_by_one_without_a_demo(tmp_path: Path, without: tuple[str, ...]):
+    with valkey_server() as store:
+        at_home, public = settings_of(tmp_path, store.url), settings_of(tmp_path, store.url, *without)
+        first = start(at_home)
+        assert demo_keys(at_home, first) == [True, True]
+
+        second = start(public)
+
+        assert demo_keys(public, first) == demo_keys(public, second) == [False, False]
+        lines = "\n".join(banner(public, bootstrap.Start(None, second), []))  # type: ignore[arg-type]
+        assert "tn_live_" not in lines
+        third = start(at_home)
+        assert demo_keys(at_home, third) == [True, True]
+        assert third.tenants["acme"].tenant_id == first.tenants["acme"].tenant_id
+
+
+def test_with_demo_asked_for_by_name_the_keys_stay(tmp_path: Path):
+    with valkey_server() as store:
+        first = start(settings_of(tmp_path, store.url))
+        public = settings_of(tmp_path, store.url, "--host", "0.0.0.0", "--demo")
+        start(public)
+        assert demo_keys(public, first) == [True, True]
+
+
+def test_other_keys_of_that_name_are_not_taken_for_demo_keys(settings: Settings):
+    first = start(settings)
+
+    async def make(context) -> str:
+        new = keys.issue("live", context.secrets)
+        async with context.database.transaction() as session:
+            await KeyRepository(session).create(first.tenants["acme"].tenant_id, new, name="demo")
+        return new.minted.text
+
+    text = in_context(settings, make)
+    public = settings_of(settings.home, settings.redis_url, "--no-demo")
+    start(public)
+
+    async def ask(context) -> bool:
+        return context.directory.authenticate(text) is not None
+
+    assert in_context(public, ask)
+
+
+def test_bytes_of_a_deleted_tenant_that_a_crash_left_go_at_the_next_start(settings: Settings):
+    first = start(settings)
+    tenant_id = first.tenants["acme"].tenant_id
+
+    async def delete_but_for_the_bytes(context):
+        staged = context.blobs.stage()
+        blob = context.blobs.publish(tenant_id, "ab" * 32, staged)
+        async with context.database.transaction() as session:
+            await TenantRepository(session).delete(tenant_id)
+        return blob
+
+    blob = in_context(settings, delete_but_for_the_bytes)
+    assert blob.exists()
+    start(settings)
+    assert not blob.parent.exists()
+
+
+def test_keys_from_before_secrets_were_rotated_stay_valid_and_new_ones_have_the_new_pepper(settings: Settings):
+    first = start(settings)
+    rotate(settings.secrets)
+    second = start(settings)
+    assert second == first
+
+    async def ask(context):
+        assert context.directory.authenticate_operator(first.operator_key)
+        new = keys.issue("live", context.secrets)
+        async with context.database.transaction() as session:
+            key = await KeyRepository(session).create(first.tenants["acme"].tenant_id, new)
+        await context.directory.refresh()
+        assert context.directory.authenticate(new.minted.text)
+        return key.pepper
+
+    assert demo_keys(settings, first) == [True, True]
+    assert in_context(settings, ask) == 2

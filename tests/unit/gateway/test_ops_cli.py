@@ -12,6 +12,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.supervisor import only_one
+from tenants.secrets import Secrets
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 ROOT = Path(__file__).parents[3]
@@ -50,13 +51,78 @@ def test_a_tenant_and_its_keys_from_birth_to_suspension(server: OpsServer) -> No
     )
 
     key = ask(server, "key", "create", "globex", "--name", "ci")
-    new = ask(server, "key", "rotate", key["id"])
+    new = ask(server, "key", "rotate", key["id"], "--overlap-seconds", "0")
     assert ask(server, "key", "revoke", new["id"])["deleted"] is True
     states = {found["id"]: found["revoked_at"] is None for found in ask(server, "key", "list", "globex")["data"]}
     assert states == {key["id"]: False, new["id"]: False}
 
     assert ask(server, "tenant", "suspend", "globex")["status"] == "suspended"
     assert ask(server, "tenant", "show", "globex")["status"] == "suspended"
+
+
+def test_a_tenant_renamed_suspended_exported_and_deleted(server: OpsServer, tmp_path: Path) -> None:
+    tenant = ask(server, "tenant", "create", "initech")
+    assert ask(server, "tenant", "rename", "initech", "initrode")["id"] == tenant["id"]
+    assert ask(server, "tenant", "suspend", "initrode")["status"] == "suspended"
+    assert ask(server, "tenant", "unsuspend", "initrode")["status"] == "active"
+    ask(server, "key", "create", "initrode", "--scope", "usage")
+
+    where = ["--home", str(server.home), "--ops-url", server.url]
+    done = tenora("tenant", "export", "initrode", "--output", str(tmp_path / "out"), *where)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [line["object"] for line in lines] == ["tenant", "api_key", "end"]
+    assert tenora("tenant", "export", "initrode", *where).stdout == (tmp_path / "out").read_text()
+
+    refused = tenora("tenant", "delete", "initrode", *where)  # nobody there to say yes
+    assert refused.returncode == 1
+    assert ask(server, "tenant", "delete", "initrode", "--yes")["deleted"] is True
+    assert tenora("tenant", "show", "initrode", *where).returncode == 1
+
+
+def test_an_operator_and_a_keys_limits(server: OpsServer) -> None:
+    anna = ask(server, "operator", "create", "Anna", "--scope", "read", "--scope", "billing")
+    new = ask(server, "operator", "rotate", anna["id"], "--overlap-seconds", "0")
+    assert ask(server, "operator", "revoke", new["id"])["deleted"] is True
+    names = [found["name"] for found in ask(server, "operator", "list")["data"]]
+    assert names == ["first start", "Anna", "Anna"]
+
+    tenant = ask(server, "tenant", "create", "limited")
+    key = ask(server, "key", "create", tenant["id"])
+    ask(server, "key", "limit", key["id"], "requests_per_minute=60")
+    limits = ask(server, "key", "limit", key["id"], "model=m", "tokens_per_minute=5")
+    assert (limits["requests_per_minute"], limits["scoped"][0]["tokens_per_minute"]) == (60, 5)
+    done = tenora(
+        "key",
+        "limit",
+        key["id"],
+        "adapter=a",
+        "tokens_per_minute=7",
+        "--home",
+        str(server.home),
+        "--ops-url",
+        server.url,
+    )
+    assert done.stdout.splitlines()[0].split() == [
+        "SCOPE",
+        "REQUESTS_PER_MINUTE",
+        "TOKENS_PER_MINUTE",
+        "CONCURRENT_REQUESTS",
+    ]
+    assert "adapter a" in done.stdout
+
+
+def test_secrets_are_rotated_while_nothing_is_served(tmp_path: Path) -> None:
+    home = ["--home", str(tmp_path)]
+    absent = tenora("secrets", "rotate", *home)
+    assert (absent.returncode, absent.stderr.count("\n")) == (1, 1)
+    Secrets.load_or_create(tmp_path / "secrets.json")
+    done = tenora("secrets", "rotate", *home, "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"pepper": 2})
+    with only_one(tmp_path):
+        served = tenora("secrets", "rotate", *home)
+    assert (served.returncode, "stop" in served.stderr) == (1, True)
+    assert Secrets.load_or_create(tmp_path / "secrets.json").newest_pepper == 2
 
 
 def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> None:
@@ -71,6 +137,9 @@ def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> No
         (["tenant", "create", "globex two", "--time-zone", "Mars/Olympus"], "time zone"),
         (["tenant", "show", "nobody"], "tenora tenant list"),
         (["key", "revoke", "absent"], "no key absent"),
+        (["operator", "revoke", "absent"], "no operator absent"),
+        (["tenant", "rename", "nobody", "x"], "no tenant nobody"),
+        (["tenant", "export", "ten_0"], "no tenant ten_0"),
         (["tenant", "set", "x", "requests_per_minute"], "FIELD=VALUE"),
         (["tenant", "list", "--operator-key", "tn_ops_wrong"], "key"),
         (["tenant", "list", "--ops-url", "http://127.0.0.1:9"], "tenora serve"),
@@ -86,7 +155,11 @@ def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> No
     ],
 )
 def test_a_failure_is_one_line_that_says_what_to_do(server: OpsServer, arguments: list[str], says: str) -> None:
-    where = ["--home", str(server.home), *(["--ops-url", server.url] if arguments[0] in ("tenant", "key") else [])]
+    where = [
+        "--home",
+        str(server.home),
+        *(["--ops-url", server.url] if arguments[0] in ("tenant", "key", "operator") else []),
+    ]
     done = tenora(*arguments, *(where if not {"--home", "--ops-url"} & set(arguments) else []))
     if "--ops-url" in arguments:
         done = tenora(*arguments, "--home", str(server.home))

@@ -17,7 +17,8 @@ from tenants.directory import EPOCH_KEY, Directory, bump_epoch
 from tenants.errors import StoreUnavailable
 from tenants.pricing import default_prices
 from tenants.quota import Limits
-from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
+from tenants.repositories import KeyRepository, OperatorRepository, RateCardRepository, TenantRepository
+from tenants.secrets import Secrets, rotate
 
 TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
 
@@ -30,11 +31,10 @@ class World:
         self.directory = Directory(database, redis, secrets)
 
     async def make_key(self, tenant_id: str, **fields) -> keys.Minted:
-        minted = keys.mint("live")
-        digest = keys.digest(minted.text, self.secrets.key_pepper)
+        new = keys.issue("live", self.secrets)
         async with self.database.transaction() as session:
-            await KeyRepository(session).create(tenant_id, minted, digest, **fields)
-        return minted
+            await KeyRepository(session).create(tenant_id, new, **fields)
+        return new.minted
 
     async def start(self) -> None:
         async with self.database.transaction() as session:
@@ -167,16 +167,17 @@ def test_an_expired_key_is_nobody_from_that_nanosecond_on(in_world, monkeypatch)
 
 def test_an_operators_key_is_known_by_its_scopes_and_can_be_revoked(in_world):
     async def scenario(world):
-        minted = keys.mint("ops")
-        digest = keys.digest(minted.text, world.secrets.key_pepper)
+        new, other = keys.issue("ops", world.secrets), keys.issue("ops", world.secrets)
+        minted = new.minted
         async with world.database.transaction() as session:
-            await KeyRepository(session).create_operator(minted, digest, "root", ["admin", "read"])
+            await OperatorRepository(session).create(new, "root", ["admin", "read"])
+            await OperatorRepository(session).create(other, "who stays", ["admin"])
         await world.directory.refresh()
         operator = world.directory.authenticate_operator(minted.text)
         assert (operator.name, operator.scopes) == ("root", {"admin", "read"})
         assert world.directory.authenticate(minted.text) is None
         async with world.database.transaction() as session:
-            await KeyRepository(session).revoke_operator(minted.key_id)
+            await OperatorRepository(session).revoke(minted.key_id)
         await world.directory.refresh()
         assert world.directory.authenticate_operator(minted.text) is None
 
@@ -196,7 +197,7 @@ def test_a_store_that_lost_its_data_makes_the_directory_read_again(in_world):
 def test_a_change_made_while_the_clock_was_behind_is_not_missed(in_world, monkeypatch):
     async def scenario(world):
         with monkeypatch.context() as patch:
-            patch.setattr("tenants.repositories.time.time_ns", lambda: 1_000)
+            patch.setattr("tenants.stamps.time.time_ns", lambda: 1_000)
             async with world.database.transaction() as session:
                 await KeyRepository(session).revoke(world.tenant.tenant_id, world.key.key_id)
         await world.directory.refresh()
@@ -214,11 +215,10 @@ def test_what_is_committed_between_two_of_its_reads_is_there_at_the_next_refresh
             async with world.database.transaction() as session:
                 tenant = await TenantRepository(session).create(f"newcomer-{len(made)}")
                 made.append(tenant)
-                minted = keys.mint("live")
-                digest = keys.digest(minted.text, world.secrets.key_pepper)
-                await KeyRepository(session).create(tenant.tenant_id, minted, digest)
+                new = keys.issue("live", world.secrets)
+                await KeyRepository(session).create(tenant.tenant_id, new)
                 await RateCardRepository(session).publish(default_prices(), 1000 + len(made), len(made))
-            newcomers.append(minted.text)
+            newcomers.append(new.minted.text)
 
         real = AsyncSession.exec
 
@@ -308,3 +308,71 @@ def test_a_database_that_refuses_connections_makes_it_stale_and_is_caught_up_wit
 
     run_world(postgres.url(name), valkey, secrets, scenario)
     postgres.drop_database(name)
+
+
+# ── who must end ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_revocation_suspension_and_deletion_are_told_once_and_expiry_is_not(in_world):
+    async def scenario(world):
+        directory, told = world.directory, []
+        await directory.close()
+        directory.on_revoked = told.append
+        other = await world.make_key(world.tenant.tenant_id)
+        mortal = await world.make_key(world.tenant.tenant_id, expires_unix_ns=time.time_ns() + 10**8)
+        await directory.refresh()
+        assert told == []
+
+        async def change(action):
+            async with world.database.transaction() as session:
+                await action(session)
+            await directory.refresh()
+            await directory.refresh()
+
+        await change(lambda s: KeyRepository(s).revoke(world.tenant.tenant_id, world.key.key_id))
+        assert told == [{world.key.key_id}]
+        assert (directory.holds(world.key.key_id), directory.holds(other.key_id)) == (False, True)
+        await change(lambda s: TenantRepository(s).set_status(world.tenant.tenant_id, "suspended"))
+        assert told[1:] == [{other.key_id, mortal.key_id}]
+        await change(lambda s: TenantRepository(s).set_status(world.tenant.tenant_id, "active"))
+        assert directory.holds(other.key_id)
+        await change(lambda s: TenantRepository(s).delete(world.tenant.tenant_id))
+        assert told[2:] == [{other.key_id, mortal.key_id}]
+        assert directory.authenticate(other.text) is None
+        assert directory._live == directory._live_rows == {}
+
+    in_world(scenario)
+
+
+def test_a_key_is_checked_with_the_pepper_that_made_it(in_world, tmp_path):
+    async def scenario(world):
+        await world.directory.close()
+        path = tmp_path / "secrets.json"
+        world.secrets = Secrets.load_or_create(path)
+        old = await world.make_key(world.tenant.tenant_id)
+        world.secrets = rotate(path)
+        new = await world.make_key(world.tenant.tenant_id)
+
+        both = Directory(world.database, world.redis, world.secrets)
+        await both.refresh()
+        assert both.authenticate(old.text)
+        assert both.authenticate(new.text)
+        before = Directory(world.database, world.redis, Secrets.load_or_create(tmp_path / "others.json"))
+        await before.refresh()
+        assert before.authenticate(new.text) is None
+
+    in_world(scenario)
+
+
+def test_a_change_is_seen_while_the_store_is_away(database_url, secrets):
+    with valkey_server() as server:
+
+        async def scenario(world):
+            server.process.send_signal(signal.SIGSTOP)
+            await world.becomes(lambda: world.directory.stale)
+            fresh = await world.make_key(world.tenant.tenant_id)
+            await world.becomes(lambda: world.directory.authenticate(fresh.text))
+            assert world.directory.stale
+            server.process.send_signal(signal.SIGCONT)
+
+        run_world(database_url, server, secrets, scenario)

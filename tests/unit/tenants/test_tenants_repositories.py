@@ -124,12 +124,48 @@ def test_an_unknown_time_zone_is_refused(with_database, zone):
     with_database(body)
 
 
-def test_a_key_is_found_by_its_own_tenant_only(with_database):
+def test_a_deleted_tenant_leaves_its_neighbours_and_a_bare_row(with_database, secrets):
     async def body(database):
         acme, blackbeard = await two_tenants(database)
-        minted = keys.mint("live")
+        for tenant_id in (acme, blackbeard):
+            await publish(database, tenant_id)
+            async with database.transaction() as session:
+                await KeyRepository(session).create(tenant_id, keys.issue("live", secrets))
         async with database.transaction() as session:
-            await KeyRepository(session).create(acme, minted, b"d" * 32, name="ci")
+            assert await TenantRepository(session).delete(acme) == [new_version().sha256]
+        async with database.session() as session:
+            tenants, adapters = TenantRepository(session), AdapterRepository(session)
+            assert await tenants.get(acme) is None
+            assert (await tenants.ever_was(acme), await tenants.ever_was("ten_0")) == (True, False)
+            assert [tenant.name for tenant in await tenants.list_all()] == ["blackbeard"]
+            assert await tenants.list_deleted() == [acme]
+            assert (await adapters.list_current(acme), await KeyRepository(session).list_all(acme)) == ([], [])
+            assert (
+                len(await adapters.list_current(blackbeard))
+                == len(await KeyRepository(session).list_all(blackbeard))
+                == 1
+            )
+        for attempt in (publish(database, acme), rename(database, acme)):
+            with pytest.raises(NotFound):
+                await attempt
+        async with database.transaction() as session:
+            await TenantRepository(session).create("acme")
+
+    with_database(body)
+
+
+async def rename(database, tenant_id) -> None:
+    async with database.transaction() as session:
+        await TenantRepository(session).rename(tenant_id, "x")
+
+
+def test_a_key_is_found_by_its_own_tenant_only(with_database, secrets):
+    async def body(database):
+        acme, blackbeard = await two_tenants(database)
+        new = keys.issue("live", secrets)
+        minted = new.minted
+        async with database.transaction() as session:
+            await KeyRepository(session).create(acme, new, name="ci")
         async with database.transaction() as session:
             repository = KeyRepository(session)
             assert (await repository.get(acme, minted.key_id)).name == "ci"
@@ -140,7 +176,7 @@ def test_a_key_is_found_by_its_own_tenant_only(with_database):
             for attempt in (
                 repository.revoke(blackbeard, minted.key_id),
                 repository.set_limits(blackbeard, minted.key_id, {"tokens_per_minute": 1}),
-                repository.create("ten_nobody", keys.mint("live"), b"d" * 32),
+                repository.create("ten_nobody", keys.issue("live", secrets)),
             ):
                 with pytest.raises(NotFound):
                     await attempt
@@ -152,14 +188,13 @@ def test_a_key_is_found_by_its_own_tenant_only(with_database):
 def test_only_the_digest_of_a_key_is_stored(with_database, secrets):
     async def body(database):
         acme, _ = await two_tenants(database)
-        minted = keys.mint("live")
-        digest = keys.digest(minted.text, secrets.key_pepper)
+        new = keys.issue("live", secrets)
         async with database.transaction() as session:
-            await KeyRepository(session).create(acme, minted, digest)
+            await KeyRepository(session).create(acme, new)
         async with database.session() as session:
             (row,) = (await session.exec(select(*ApiKey.__table__.c))).all()
-        assert digest in row
-        secret_part = minted.text[18:38]
+        assert new.digest in row
+        secret_part = new.minted.text[18:38]
         assert not any(secret_part in str(value) or value == secret_part.encode() for value in row)
 
     with_database(body)
@@ -196,7 +231,8 @@ def test_a_transaction_that_raises_leaves_nothing(with_database):
 
 def test_foreign_keys_are_enforced(with_database):
     async def body(database):
-        orphan = ApiKey(key_id="k", tenant_id="ten_none", digest=b"", last4="", created_unix_ns=1, changed_unix_ns=1)
+        names = {"key_id": "k", "tenant_id": "ten_none", "last4": "", "scopes": ["usage"]}
+        orphan = ApiKey(digest=b"", created_unix_ns=1, changed_unix_ns=1, **names)
 
         async def add_an_orphan():
             async with database.transaction() as session:

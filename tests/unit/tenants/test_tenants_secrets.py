@@ -6,8 +6,11 @@ import stat
 
 import pytest
 
-from tenants.errors import UnsafeSecrets
-from tenants.secrets import Secret, Secrets
+from tenants.errors import ForgedContext, UnsafeSecrets
+from tenants.meter import RequestContext, seal, unseal
+from tenants.secrets import Secret, Secrets, rotate
+
+FIRST_NAMES = ("key_pepper", "namespace_secret", "context_key")  # of the file's first version
 
 
 def test_a_secret_cannot_be_formatted_compared_hashed_or_pickled():
@@ -28,7 +31,7 @@ def test_the_file_is_made_once_for_its_owner_only_and_read_again(tmp_path):
     assert os.listdir(path.parent) == ["secrets.json"]
     for name in ("key_pepper", "namespace_secret", "context_key"):
         assert getattr(first, name).reveal() == getattr(again, name).reveal()
-    assert json.loads(path.read_text())["version"] == 1
+    assert json.loads(path.read_text())["version"] == 2
     assert "reveal" not in repr(first)
 
 
@@ -57,7 +60,18 @@ def test_a_file_that_others_may_touch_is_refused(tmp_path, mode):
         Secrets.load_or_create(path)
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"key_pepper": "zz"}, {"context_key": "00"}, {"context_key": None}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 3},
+        {"key_peppers": {"1": "zz"}},
+        {"context_keys": {"1": "00"}},
+        {"context_keys": {}},
+        {"context_keys": None},
+        {"key_peppers": {"0": "00" * 32}},
+        {"key_peppers": {"first": "00" * 32}},
+    ],
+)
 def test_a_file_of_another_version_or_shape_is_refused_and_not_quoted(tmp_path, change):
     path = tmp_path / "secrets.json"
     Secrets.load_or_create(path)
@@ -105,3 +119,60 @@ def test_cache_namespaces_are_equal_only_when_every_part_is(secrets):
     assert len(set(namespaces)) == len(parts)
     assert all(len(namespace) == 32 for namespace in namespaces)
     assert namespaces[0] == secrets.cache_namespace("ten_a", "sha", "rev")
+
+
+# ── rotation ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rotation_adds_a_pepper_and_a_context_key_and_keeps_what_was_valid(tmp_path):
+    path = tmp_path / "secrets.json"
+    old = Secrets.load_or_create(path)
+    rotate(path)
+    new = Secrets.load_or_create(path)
+
+    assert (old.newest_pepper, new.newest_pepper) == (1, 2)
+    assert new.pepper(1).reveal() == old.key_pepper.reveal()
+    assert new.key_pepper.reveal() != old.key_pepper.reveal()
+    assert [key.reveal() for key in new.every_context_key][1:] == [old.context_key.reveal()]
+    assert new.adapter_key("ten_a", "ab") == old.adapter_key("ten_a", "ab")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["secrets.json"]
+
+
+def test_a_file_of_the_first_version_is_read_and_rotated(tmp_path):
+    path = tmp_path / "secrets.json"
+    body = {"version": 1} | {name: f"{number:064x}" for number, name in enumerate(FIRST_NAMES)}
+    path.write_text(json.dumps(body))
+    path.chmod(0o600)
+
+    secrets = Secrets.load_or_create(path)
+    assert (secrets.newest_pepper, secrets.key_pepper.reveal()) == (1, bytes(32))
+    assert json.loads(path.read_text()) == body
+
+    rotate(path)
+    assert Secrets.load_or_create(path).pepper(1).reveal() == bytes(32)
+
+
+def test_what_was_sealed_before_a_rotation_is_opened_after_it(tmp_path):
+    path = tmp_path / "secrets.json"
+    context = RequestContext("ten_a", "k", "r", 0, "m", "m", "", "standard", "rc", 1)
+    sealed = seal(context, Secrets.load_or_create(path).context_key)
+    new = rotate(path)
+
+    assert unseal(sealed, *new.every_context_key) == context
+    assert unseal(seal(context, new.context_key), *new.every_context_key) == context
+    with pytest.raises(ForgedContext):
+        unseal(sealed, new.context_key)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604])
+def test_a_file_that_others_can_read_or_that_is_absent_is_not_rotated(tmp_path, mode):
+    path = tmp_path / "secrets.json"
+    with pytest.raises(UnsafeSecrets):
+        rotate(path)
+    Secrets.load_or_create(path)
+    path.chmod(mode)
+    before = path.read_bytes()
+    with pytest.raises(UnsafeSecrets):
+        rotate(path)
+    assert path.read_bytes() == before

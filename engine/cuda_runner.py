@@ -1,0 +1,152 @@
+"""The runner of a GPU: launches steps and leaves; the next one is launched before the last has told its tokens."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.batch import Rows, flatten, on_device, to_batch
+from engine.config import EngineConfig
+from engine.device_counters import DeviceCounters
+from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.graphs import DecodeGraphs, graph_sizes, resolve
+from engine.models.decoder import Decoder
+from engine.piece_graphs import PieceGraphs
+from engine.runner import SCORE_ROWS, Runner, scored_tokens
+from engine.scheduler import Chunk, ChunkResult, StepPlan
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A launched step. ``tokens`` of the sampling chunks, in order, and the scores (by the chunk's number) are in
+    pinned memory once ``done``."""
+
+    plan: StepPlan
+    tokens: Tensor
+    logprobs: dict[int, Scores]
+    scores: dict[int, list[Scores]]
+    done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def results(self) -> list[ChunkResult]:
+        self.done.synchronize()
+        tokens = iter(self.tokens.tolist())
+        return [
+            ChunkResult(
+                next(tokens) if chunk.samples else -1,
+                self.logprobs[index].read()[0] if index in self.logprobs else None,
+                tuple(one for part in self.scores.get(index, ()) for one in part.read()),
+            )
+            for index, chunk in enumerate(self.plan.chunks)
+        ]
+
+
+class CudaRunner(Runner):
+    """Decodes that a graph holds are replayed, all else is launched kernel by kernel. Everything goes to one stream, in
+    the order of the calls. ``has_graphs`` False: everything kernel by kernel."""
+
+    overlaps = True
+
+    def __init__(self, model: Decoder, config: EngineConfig, *, has_graphs: bool = True) -> None:
+        super().__init__(model, config)
+        device = model.embedding.device
+        self._counters = self.device_counters = DeviceCounters(peak_bytes_s(device))
+        attention = model.config.attention
+        self._weight_bytes = model.num_bytes
+        self._token_bytes = 2 * model.config.num_layers * attention.num_kv_heads * attention.head_dim * self.kv.itemsize
+        self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
+        most = max(config.max_sequences, *graph_sizes(config.max_sequences))
+        self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
+        self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
+        self._decodes: DecodeGraphs | None = None
+        self._prompts: PieceGraphs | None = None
+        if has_graphs and model.config.moe is None:
+            shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
+            self._decodes, self._prompts = DecodeGraphs(*shared), PieceGraphs(*shared)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Captures the graphs and moves an adapter; before the first step."""
+        if self.slots.num_slots:
+            self.slots.rehearse()
+        for graphs in (self._prompts, self._decodes):
+            if graphs is not None:
+                graphs.warm()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> DeviceStep:
+        """Returns while the device computes."""
+        rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self._counters.num_bytes += self._least_bytes(plan)
+        scores: dict[int, list[Scores]] = {}
+        if self._decodes is not None and self._decodes.fits(plan):
+            logits = self._decodes.replay(plan, self._ahead)
+            self._counters.shapes[f"decode {self._decodes.size(len(rows))}"] += 1
+        else:
+            logits, scores = self._launch_prompts(plan)
+        if self._device_sampler.changes(rows):
+            self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
+        self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
+        drawn = self._drawn[: len(rows)]
+        step = DeviceStep(plan, to_host(drawn), self._logprobs(plan, logits, drawn), scores)
+        step.done.record()
+        return step
+
+    def _launch_prompts(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+        """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
+        flat = flatten(plan, self._block_size, self._ahead)
+        starts = flat.starts.tolist()
+        if self._prompts is not None and self._prompts.fits(plan.num_tokens):
+            hidden = self._prompts.replay(flat)
+            self._counters.shapes[f"tokens {self._prompts.size(plan.num_tokens)}"] += 1
+        else:
+            self._count_by_hand(plan)
+            batch = to_batch(flat, self._block_size, self._model.config.attention, self._drawn.device)
+            hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
+        (rows,) = on_device(self._drawn.device, flat.logits_rows)
+        logits = self._model.product_with_head(hidden.index_select(0, rows))
+        self._drawn[: len(logits)].copy_(greedy(logits))
+        scores = {
+            index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
+            for index, chunk in enumerate(plan.chunks)
+            if chunk.scores
+        }
+        return logits, scores
+
+    def _count_by_hand(self, plan: StepPlan) -> None:
+        """A step that is launched kernel by kernel; a fallback where a graph could have been expected."""
+        self._counters.shapes["by hand"] += 1
+        if self._model.config.moe is not None:
+            self._counters.fallbacks["graph", "experts"] += 1
+        elif plan.num_tokens == len(plan.chunks):
+            self._counters.fallbacks["graph", "too_many_sequences"] += 1
+
+    def _least_bytes(self, plan: StepPlan) -> int:
+        """What a step must move: the weights once, the keys and values that its chunks see or write, its adapters."""
+        seen = sum(chunk.end for chunk in plan.chunks)
+        slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
+        adapters = sum(self.slots.num_bytes(slot) for slot in slots if slot >= 0)
+        return self._weight_bytes + seen * self._token_bytes + adapters
+
+    def _scores(self, chunk: Chunk, hidden: Tensor) -> list[Scores]:
+        targets = scored_tokens(chunk)
+        num_top = chunk.sequence.sampling.prompt_logprobs
+        on_device = torch.tensor(targets).pin_memory().to(hidden.device, non_blocking=True)
+        return [
+            score(self._model.logits(hidden[first : first + len(some)]), some, num_top)
+            for first, some in zip(range(0, len(targets), SCORE_ROWS), on_device.split(SCORE_ROWS), strict=True)
+        ]
+
+    def _logprobs(self, plan: StepPlan, logits: Tensor, drawn: Tensor) -> dict[int, Scores]:
+        """Of the tokens drawn, by chunk, for who wants them."""
+        sampling = [(index, chunk.sequence) for index, chunk in enumerate(plan.chunks) if chunk.samples]
+        return {
+            index: score(logits[row : row + 1], drawn[row : row + 1], sequence.sampling.logprobs)
+            for row, (index, sequence) in enumerate(sampling)
+            if sequence.sampling.logprobs >= 0
+        }
+
+
+def peak_bytes_s(device: torch.device) -> float:
+    """Of the device's memory, by its clock and the width of its bus: two transfers a cycle."""
+    properties = torch.cuda.get_device_properties(device)
+    return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8

@@ -1,0 +1,231 @@
+"""Decode steps as CUDA graphs: one for each size of a batch, without adapters and with them.
+
+All that differs between two steps of one size stands in memory that the graph reads: token ids (or the row of the
+step ahead that draws one), positions, places in the cache, block tables, attention's pieces, rows by adapter slot.
+A step fills one pinned array and copies it; what a smaller batch leaves over computes nothing that anybody reads.
+"""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Batch, Rows
+from engine.config import EngineConfig
+from engine.device_sampler import greedy
+from engine.models.attention import KVCache
+from engine.models.decoder import Decoder
+from engine.models.lora_slots import LoraSlots
+from engine.scheduler import Chunk, StepPlan
+from engine.sequence import PENDING
+from kernels.paged_attention import DecodeShape, captured_plan, fill_plan, plan_numbers
+from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
+from kernels.upload import spans, upload
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+RANKS = (16, 32, 64, 128, 256)  # a graph serves adapters up to one of these ranks
+_BUFFERS = 3  # pinned arrays in turn: a step's is read by the device while the next one's is filled
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # [size, V]
+
+
+class DecodeGraphs:
+    """``drawn`` [most sequences] int64 is where steps leave the tokens that they draw. Not thread-safe."""
+
+    def __init__(
+        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: tuple[int, int]
+    ) -> None:
+        self._model, self._kv, self._slots, self.drawn = model, kv, slots, drawn
+        self.sizes = graph_sizes(config.max_sequences)
+        self.ranks = rank_bounds(config)
+        self._device = model.embedding.device
+        self._blocks = -(-config.context_tokens // kv.block_size)
+        self._tables = BlockTables(self.sizes[-1], self._blocks, self._device)
+        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._pool = pool
+        self._layouts = {size: self._layout(size) for size in self.sizes}
+        self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
+
+    def warm(self) -> None:
+        """Captures everything, the largest first, which share their memory with the smaller ones."""
+        for size in reversed(self.sizes):
+            for rank in (0, *self.ranks):
+                self._graphs[size, rank] = self._capture(size, rank)
+
+    def fits(self, plan: StepPlan) -> bool:
+        """All of its chunks are decodes that draw, and a size holds them."""
+        return len(plan.chunks) <= self.sizes[-1] and all(
+            chunk.num_tokens == 1 and chunk.samples and not chunk.scores for chunk in plan.chunks
+        )
+
+    def replay(self, plan: StepPlan, ahead: Rows) -> Tensor:
+        """Launches the step → logits [chunks, V], good until the next replay; the highest ones' ids are in ``drawn``,
+        row i for chunk i."""
+        size = self.size(len(plan.chunks))
+        rank = self._rank(plan)
+        self._tables.update(plan.chunks)
+        layout = self._layouts[size]
+        layout.fill(self._numbers.begin(layout.places), plan.chunks, ahead, self._slots.num_slots, with_lora=rank > 0)
+        self._numbers.send()
+        captured = self._graphs[size, rank]
+        captured.graph.replay()
+        return captured.logits[: len(plan.chunks)]
+
+    def size(self, num_sequences: int) -> int:
+        """The smallest that holds so many."""
+        return next(size for size in self.sizes if size >= num_sequences)
+
+    def _rank(self, plan: StepPlan) -> int:
+        slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
+        most = max(self._slots.lora_rank(slot) if slot >= 0 else 0 for slot in slots)
+        return next(rank for rank in (0, *self.ranks) if rank >= most)
+
+    def _layout(self, size: int) -> "Layout":
+        attention = self._model.config.attention
+        shape = DecodeShape(
+            size,
+            self._blocks * self._kv.block_size,
+            self._kv.block_size,
+            attention.num_heads,
+            attention.num_kv_heads,
+            self._device,
+            sliding_window=attention.sliding_window,
+        )
+        return Layout(shape)
+
+    def _capture(self, size: int, rank: int) -> Captured:
+        layout = self._layouts[size]
+        layout.fill(self._numbers.begin(layout.places), (), {}, self._slots.num_slots, with_lora=True)
+        self._numbers.send()
+        compute = partial(
+            self._compute,
+            layout.batch(self._numbers.memory, self._tables.tables[:size], self._slots.num_slots, rank),
+            rank,
+        )
+        compute()  # kernels are compiled, and tables of tiles and of addresses made
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = compute()
+        return Captured(graph, logits)
+
+    def _compute(self, batch: Batch, rank: int) -> Tensor:
+        size = len(batch.positions)
+        batch = resolve(batch, self.drawn)
+        logits = self._model.product_with_head(self._model.forward(batch, self._kv, self._slots, rank))
+        self.drawn[:size].copy_(greedy(logits))
+        return logits
+
+
+def graph_sizes(max_sequences: int) -> tuple[int, ...]:
+    """Up to the first that holds so many sequences; what no size holds is launched kernel by kernel."""
+    smaller = tuple(size for size in SIZES if size < max_sequences)
+    return SIZES[: len(smaller) + 1]
+
+
+def rank_bounds(config: EngineConfig) -> tuple[int, ...]:
+    """Up to the first that no adapter is above."""
+    smaller = tuple(rank for rank in RANKS if rank < config.max_lora_rank)
+    return RANKS[: len(smaller) + 1] if config.adapter_slots else ()
+
+
+def resolve(batch: Batch, drawn: Tensor) -> Batch:
+    """The batch with ids for all tokens: those of the step ahead are ``drawn`` by now."""
+    ids = batch.token_ids
+    known = torch.where(ids < 0, drawn.index_select(0, (~ids).clamp(min=0)).to(ids.dtype), ids)
+    return Batch(known, batch.positions, batch.slot_mapping, batch.attention, batch.lora, batch.logits_rows)
+
+
+class Layout:
+    """Where the numbers of a step of one size stand in the flat array."""
+
+    def __init__(self, shape: DecodeShape) -> None:
+        self.shape = shape
+        size = shape.num_sequences
+        self.places = spans([size, size, size, plan_numbers(shape), segment_numbers(size)])
+        self.length = self.places[-1].stop
+
+    def fill(
+        self, out: Many[NDArray[np.int32]], chunks: Many[Chunk], ahead: Rows, empty_slot: int, *, with_lora: bool
+    ) -> None:
+        """These decodes into ``out``, the arrays of ``places``; rows past them are at position 0, nowhere in the cache,
+        without a context."""
+        tokens, positions, mapping, attention, segments = out
+        num, block_size = len(chunks), self.shape.block_size
+        tokens[:num] = [_token(chunk, ahead) for chunk in chunks]
+        starts = [chunk.start for chunk in chunks]
+        positions[:num] = starts
+        blocks = [chunk.sequence.block_table[chunk.start // block_size] for chunk in chunks]
+        mapping[:num] = np.array(blocks, dtype=np.int32) * block_size + positions[:num] % block_size
+        tokens[num:], positions[num:], mapping[num:] = 0, 0, -1
+        fill_plan(attention, [start + 1 for start in starts], self.shape)
+        if with_lora:
+            fill_segments(segments, [chunk.sequence.adapter_slot for chunk in chunks], len(tokens), empty_slot)
+
+    def batch(self, memory: Tensor, tables: Tensor, empty_slot: int, rank: int) -> Batch:
+        """A step over ``memory``, whatever stands there."""
+        tokens, positions, mapping, attention, segments = (memory[place] for place in self.places)
+        size = self.shape.num_sequences
+        lora = CapturedSgmv(segments, size, empty_slot) if rank else None
+        return Batch(tokens, positions, mapping, captured_plan(attention, tables, self.shape), lora, tokens)
+
+
+def _token(chunk: Chunk, ahead: Rows) -> int:
+    token = chunk.sequence.token_ids[chunk.start]
+    return ~ahead[chunk.sequence.seq_id] if token == PENDING else token
+
+
+class Numbers:
+    """``memory``: int32 on the device that graphs read, filled from pinned arrays in turn: the device may still read a
+    step's while the next one's is filled."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.memory = torch.zeros(length, dtype=torch.int32, device=device)
+        self._hosts = [
+            torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(_BUFFERS)
+        ]
+        self._length = 0
+
+    def begin(self, places: Many[slice]) -> list[NDArray[np.int32]]:
+        """The next step's arrays, to be filled and then sent."""
+        self._hosts.append(self._hosts.pop(0))
+        self._length = places[-1].stop
+        host = self._hosts[-1].numpy()
+        return [host[place] for place in places]
+
+    def send(self) -> None:
+        self.memory[: self._length].copy_(self._hosts[-1][: self._length], non_blocking=True)
+
+
+class BlockTables:
+    """[rows, blocks] int32 on the device, row i for the i-th sequence of a step; only what changed is sent."""
+
+    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
+        self.tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
+        self._held = [(-1, -1, 0)] * num_rows  # sequence, its preemptions, blocks of it that are there
+
+    def update(self, chunks: Many[Chunk]) -> None:
+        places: list[int] = []
+        blocks: list[int] = []
+        num_columns = self.tables.shape[1]
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            seq_id, num_preemptions, known = self._held[row]
+            table = sequence.block_table
+            if (seq_id, num_preemptions) != (sequence.seq_id, sequence.num_preemptions):
+                known = 0
+            if known < len(table):
+                places += range(row * num_columns + known, row * num_columns + len(table))
+                blocks += table[known:]
+                self._held[row] = sequence.seq_id, sequence.num_preemptions, len(table)
+        if places:
+            where, values = upload([places, blocks], self.tables.device)
+            self.tables.view(-1).index_copy_(0, where.long(), values)

@@ -1,0 +1,64 @@
+"""What a GPU's memory is for, reckoned before it is taken: weights, adapters, the work of a step, graphs, and the rest
+for keys and values."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig, module_sizes
+from kernels.sgmv import RANK_MULTIPLE
+
+USED_SHARE = 0.92  # of the device; the rest is for the driver, libraries and what others take
+GRAPH_BYTES = 6 << 20  # of one captured step, in the driver
+LIBRARY_BYTES = 512 << 20  # workspaces of cuBLAS, compiled kernels
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """Bytes of one device. They sum to ``total``, which is never exceeded: the allocator refuses more."""
+
+    weights: int
+    adapters: int
+    step: int
+    graphs: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.step + self.graphs + self.kv
+
+    def __str__(self) -> str:
+        parts = ("weights", "adapters", "step", "graphs", "kv")
+        return ", ".join(f"{name} {getattr(self, name) / 1e9:.2f} GB" for name in parts)
+
+
+def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """All slots, and the buffer in which an adapter arrives."""
+    per_rank = sum(map(sum, module_sizes(model).values())) * model.num_layers * dtype.itemsize
+    ranks = -(-config.max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
+    return per_rank * (config.adapter_slots * ranks + config.max_lora_rank) if config.adapter_slots else 0
+
+
+def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows and the
+    sampler's sorted copies of them."""
+    attention = model.attention
+    heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    widest = max(3 * model.intermediate_size, 2 * heads)
+    per_token = (4 * model.hidden_size + widest) * dtype.itemsize
+    per_row = model.vocab_size * (dtype.itemsize + 40)
+    return config.max_step_tokens * per_token + config.max_sequences * per_row
+
+
+def account(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device, num_graphs: int
+) -> MemoryAccount:
+    """For a device on which the weights are, and nothing else of ours. ``config.num_blocks`` does not matter."""
+    free_bytes, device_bytes = torch.cuda.mem_get_info(device)
+    weights = torch.cuda.memory_reserved(device)
+    of_others = device_bytes - free_bytes - weights
+    adapters, step = adapter_bytes(model, config, dtype), step_bytes(model, config, dtype)
+    graphs = num_graphs * GRAPH_BYTES + LIBRARY_BYTES
+    kv = int(device_bytes * USED_SHARE) - of_others - weights - adapters - step - graphs
+    return MemoryAccount(weights, adapters, step, graphs, kv)

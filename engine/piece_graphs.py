@@ -1,0 +1,149 @@
+"""Steps that compute prompts too, as graphs between their attentions.
+
+Attention's launches depend on the chunks of a step; all else depends on its number of tokens only. So each layer's
+part behind attention and the next one's before it are one graph, and attention is launched between two of them.
+Without that, such a step takes as long as the host needs for some six hundred launches.
+"""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batch import Batch, Flat, on_device
+from engine.config import EngineConfig
+from engine.graphs import Numbers, rank_bounds, resolve
+from engine.models.attention import KVCache
+from engine.models.decoder import Decoder
+from engine.models.linear import LoraStep
+from engine.models.lora_slots import LoraSlots
+from kernels.paged_attention import plan_attention
+from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
+from kernels.upload import spans
+
+TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # above, the GPU takes longer than the host
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What graphs and attention hand each other: residual and hidden [T, H], queries and seen [T, N_q, D]."""
+
+    residual: Tensor
+    queries: Tensor
+    seen: Tensor
+    hidden: Tensor
+
+    def first(self, num_tokens: int) -> "Buffers":
+        return Buffers(*(part[:num_tokens] for part in (self.residual, self.queries, self.seen, self.hidden)))
+
+
+class PieceGraphs:
+    """``drawn`` is where the step ahead has left its tokens. Not thread-safe."""
+
+    def __init__(
+        self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: tuple[int, int]
+    ) -> None:
+        self._model, self._kv, self._slots, self._drawn, self._pool = model, kv, slots, drawn, pool
+        self._ranks = rank_bounds(config)
+        self._pieces: dict[tuple[int, int], list[torch.cuda.CUDAGraph]] = {}
+        device, most, attention = model.embedding.device, TOKENS[-1], model.config.attention
+        self._numbers = Numbers(_places(most)[-1].stop, device)
+        heads = (most, attention.num_heads, attention.head_dim)
+        shapes = ((most, model.config.hidden_size), heads, heads, (most, model.config.hidden_size))
+        self._buffers = Buffers(*(model.embedding.new_zeros(shape) for shape in shapes))
+
+    def warm(self) -> None:
+        """Captures everything, the largest first."""
+        for size in reversed(TOKENS):
+            for rank in (0, *self._ranks):
+                self._pieces[size, rank] = self._capture(size, rank)
+
+    def fits(self, num_tokens: int) -> bool:
+        return num_tokens <= TOKENS[-1]
+
+    def replay(self, flat: Flat) -> Tensor:
+        """Launches the step → hidden [T, H], good until the next replay."""
+        num_tokens = len(flat.token_ids)
+        size = self.size(num_tokens)
+        rank = self._rank(flat)
+        tokens, positions, mapping, segments = self._numbers.begin(_places(size))
+        for place, numbers, rest in (
+            (tokens, flat.token_ids, 0),
+            (positions, flat.positions, 0),
+            (mapping, flat.slot_mapping, -1),
+        ):
+            place[:num_tokens], place[num_tokens:] = numbers, rest
+        if rank:
+            fill_segments(segments, flat.slots.tolist(), size, self._slots.num_slots)
+        self._numbers.send()
+        (tables,) = on_device(self._drawn.device, flat.tables)
+        plan = flat.attention(tables, self._kv.block_size, self._model.config.attention)
+        used = self._buffers.first(num_tokens)
+        *pieces, last = self._pieces[size, rank]
+        for layer, piece in zip(self._model.layers, pieces, strict=True):
+            piece.replay()
+            used.seen.copy_(layer.attention.attend(used.queries, plan, self._kv))
+        last.replay()
+        return used.hidden
+
+    def size(self, num_tokens: int) -> int:
+        """The smallest that holds so many."""
+        return next(size for size in TOKENS if size >= num_tokens)
+
+    def _rank(self, flat: Flat) -> int:
+        most = max((self._slots.lora_rank(slot) for slot in np.unique(flat.slots).tolist() if slot >= 0), default=0)
+        return next(rank for rank in (0, *self._ranks) if rank >= most)
+
+    def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
+        tokens, positions, mapping, segments = self._numbers.begin(_places(size))
+        tokens[:], positions[:], mapping[:] = 0, 0, -1
+        fill_segments(segments, [], size, self._slots.num_slots)
+        self._numbers.send()
+        *numbers, segments = (self._numbers.memory[place] for place in _places(size))
+        lora = CapturedSgmv(segments, size, self._slots.num_slots) if rank else None
+        nothing = plan_attention(numbers[0][None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
+        batch = Batch(*numbers, replace(nothing), lora, numbers[0])
+        work = _Work(
+            self._model, self._kv, self._drawn, self._buffers.first(size), batch, LoraStep(self._slots, lora, rank)
+        )
+        pieces = []
+        for number in range(len(self._model.layers) + 1):
+            work.piece(number)  # kernels are compiled, and tables of tiles and of addresses made
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work.piece(number)
+            pieces.append(graph)
+        return pieces
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the pieces of a step of one size compute."""
+
+    model: Decoder
+    kv: KVCache
+    drawn: Tensor
+    buffers: Buffers
+    batch: Batch
+    lora: LoraStep
+
+    def piece(self, number: int) -> None:
+        """Layer ``number`` - 1 behind its attention, layer ``number`` before it."""
+        residual, layers, x = self.buffers.residual, self.model.layers, None
+        if number == 0:
+            residual.copy_(F.embedding(resolve(self.batch, self.drawn).token_ids, self.model.embedding))
+        else:
+            x = layers[number - 1].finish(self.buffers.seen, residual, self.lora)
+        if number == len(layers):
+            self.buffers.hidden.copy_(self.model.norm(x, residual))
+            return
+        queries = layers[number].queries(x, residual, self.batch, self.kv, self.lora, self.model.rope_table)
+        self.buffers.queries.copy_(queries)
+
+
+def _places(size: int) -> Many[slice]:
+    """Of token ids, positions, places in the cache, rows by slot."""
+    return spans([size, size, size, segment_numbers(size)])

@@ -1,0 +1,27 @@
+"""/admin/v1/ledger and /rate-cards: for operators who may see money."""
+
+import msgspec
+from litestar import Controller, Request, get
+from litestar.datastructures import State
+
+from gateway.administration import found, needs, session_of
+from gateway.bodies import Body, listed, rate_card_body
+from gateway.ledger_view import EntryQuery, entries, entry_body
+from tenants.repositories import RateCardRepository, TenantRepository
+
+
+class Money(Controller):
+    @get("/ledger", guards=[needs("billing")])
+    async def ledger(self, request: Request, state: State) -> Body:
+        """A tenant's charges, also a deleted one's, newest first, filtered by the fields of EntryQuery."""
+        query = msgspec.convert(dict(request.query_params), EntryQuery, strict=False)
+        async with session_of(state) as session:
+            found(await TenantRepository(session).ever_was(query.tenant_id), f"no tenant {query.tenant_id}")
+            page = await entries(session, query)
+        return listed([entry_body(entry) for entry in page[: query.limit]], has_more=len(page) > query.limit)
+
+    @get("/rate-cards", guards=[needs("billing")])
+    async def rate_cards(self, state: State) -> Body:
+        async with session_of(state) as session:
+            cards = await RateCardRepository(session).list_all()
+        return listed([rate_card_body(card) for card in cards])

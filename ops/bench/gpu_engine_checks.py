@@ -1,0 +1,249 @@
+"""Is what the engine computes on a GPU right? Checks for tests/gpu and for the bench, which runs them before it times.
+
+    python3 -m ops.bench.gpu_engine_checks [NAME…]
+
+The reference is plain torch in fp32, written apart from the engine and its kernels.
+"""
+
+import random
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.cuda_runner import CudaRunner
+from engine.models.attention import inverse_frequencies
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.scheduler import Chunk, ChunkResult, StepPlan
+from engine.sequence import Request
+from engine.sequence import Sequence as Choice
+from engine.weights.adapter import AdapterWeights
+from engine.wire import Flow, SamplingParams, Submit
+from ops.bench.random_model import random_adapter, random_config, random_weights
+
+NUM_ROWS = 8
+NUM_STEPS = 210
+BLOCKS = 64  # of each row
+
+
+def plain_logits(
+    config: ModelConfig, weights: Mapping[str, Tensor], ids: Sequence[int], adapter: AdapterWeights | None = None
+) -> Tensor:
+    """Logits [T, V] fp32 of every position: a Llama or Qwen3 in fp32, each matrix with its adapter added."""
+    device = weights["model.embed_tokens.weight"].device
+    attention = config.attention
+    angles = torch.outer(
+        torch.arange(len(ids), device=device), inverse_frequencies(config.rope, attention.head_dim).to(device)
+    )
+    turn = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
+
+    def product(x: Tensor, layer: int, parent: str, module: str) -> Tensor:
+        y = x @ weights[f"model.layers.{layer}.{parent}.{module}.weight"].float().T
+        pair = adapter.pairs.get((layer, module)) if adapter else None
+        if pair is None:
+            return y
+        return y + x @ pair.a.to(device).float().T @ pair.b.to(device).float().T * pair.scale
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weights[name].float(), config.rms_norm_eps)
+
+    def turned(heads: Tensor) -> Tensor:
+        low, high = heads.chunk(2, -1)
+        return heads * turn[0] + torch.cat((-high, low), -1) * turn[1]
+
+    x = weights["model.embed_tokens.weight"][list(ids)].float()
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        normed = norm(x, f"{prefix}.input_layernorm.weight")
+        q, k, v = (
+            product(normed, layer, "self_attn", f"{name}_proj").unflatten(-1, (-1, attention.head_dim))
+            for name in "qkv"
+        )
+        if attention.head_norms:
+            q, k = norm(q, f"{prefix}.self_attn.q_norm.weight"), norm(k, f"{prefix}.self_attn.k_norm.weight")
+        q, k, v = (part.transpose(0, 1)[None] for part in (turned(q), turned(k), v))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        x = x + product(seen, layer, "self_attn", "o_proj")
+        normed = norm(x, f"{prefix}.post_attention_layernorm.weight")
+        inner = F.silu(product(normed, layer, "mlp", "gate_proj")) * product(normed, layer, "mlp", "up_proj")
+        x = x + product(inner, layer, "mlp", "down_proj")
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return norm(x, "model.norm.weight") @ weights[head].float().T
+
+
+class Rows:
+    """Sequences by hand, in blocks of their own, for runners without an engine. Row i has slot ``slots[i]``."""
+
+    def __init__(self, config: ModelConfig, lengths: Sequence[int], **sampling) -> None:
+        draw = random.Random(7)
+        self.choices = []
+        for number, length in enumerate(lengths):
+            params = SamplingParams(**{"max_tokens": 10_000, "temperature": 0.0, "ignore_eos": True, **sampling})
+            request = Request(Submit(f"r{number}", [], params, Flow("f"), b"", 10_000), 0)
+            prompt = [draw.randrange(config.vocab_size) for _ in range(length)]
+            choice = Choice(number, request, 0, prompt, seed=number)
+            choice.block_table = list(range(number * BLOCKS, (number + 1) * BLOCKS))
+            self.choices.append(choice)
+
+    def use(self, slots: Sequence[int]) -> None:
+        for choice, slot in zip(self.choices, slots, strict=True):
+            choice.adapter_slot = slot
+
+    def plan(self) -> StepPlan:
+        """All that is known and not computed."""
+        chunks = []
+        for choice in self.choices:
+            start = choice.num_computed_tokens
+            chunks.append(Chunk(choice, start, len(choice.token_ids) - start, samples=True, scores=False))
+        return StepPlan(tuple(chunks), (), sum(chunk.num_tokens for chunk in chunks))
+
+    def take(self, plan: StepPlan, results: Sequence[ChunkResult]) -> None:
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            chunk.sequence.num_computed_tokens = chunk.end
+            chunk.sequence.token_ids.append(result.token_id)
+
+
+def sizes(num_slots: int, most_ranks: int = 16) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=NUM_ROWS * BLOCKS,
+        context_tokens=1024,
+        max_step_tokens=4096,
+        max_running=NUM_ROWS,
+        adapter_slots=num_slots,
+        max_lora_rank=most_ranks,
+    )
+
+
+def make_runner(name: str, num_slots: int, *, has_graphs: bool = True) -> tuple[CudaRunner, dict[str, Tensor]]:
+    """A runner over random bf16 weights, slot i with a random adapter of seed i and of rank 4, 8, 16, in turn."""
+    device = torch.device("cuda")
+    config = random_config(name)
+    weights = random_weights(config, device, torch.bfloat16)
+    runner = CudaRunner(Decoder(config, weights), sizes(num_slots), has_graphs=has_graphs)
+    runner.warm()
+    for slot in range(num_slots):
+        runner.load_slot(slot, runner.prepare(adapter(config, slot)))
+    return runner, weights
+
+
+def adapter(config: ModelConfig, seed: int) -> AdapterWeights:
+    return random_adapter(config, (4, 8, 16)[seed % 3], seed, torch.device("cuda"))
+
+
+def check_logits_are_those_of_the_reference(
+    name: str = "tiny", num_tokens: int = 24, least_argmax: float = 0.95
+) -> dict[str, float]:
+    """Teacher-forced, bf16 against fp32: the tokens of eight rows, two without an adapter, prefilled and decoded."""
+    runner, weights = make_runner(name, 6)
+    config = random_config(name)
+    rows = Rows(config, [5 + 9 * number for number in range(NUM_ROWS)], logprobs=20)
+    slots = [-1, 0, 1, 2, 3, 4, 5, -1]
+    rows.use(slots)
+    told: list[list] = [[] for _ in slots]
+    for _ in range(num_tokens):
+        plan = rows.plan()
+        results = runner.launch(plan).results()
+        rows.take(plan, results)
+        for row, result in zip(told, results, strict=True):
+            row.append(result.logprobs)
+    differences, same, total = [], 0, 0
+    for choice, slot, row in zip(rows.choices, slots, told, strict=True):
+        lora = None if slot < 0 else adapter(config, slot)
+        first = choice.num_prompt_tokens
+        expected = plain_logits(config, weights, choice.token_ids[:-1], lora)[first - 1 :].log_softmax(-1)
+        for position, logprobs in enumerate(row):
+            ids = [token for token, _ in logprobs.top]
+            found = torch.tensor([value for _, value in logprobs.top])
+            differences.append((found - expected[position][ids].cpu()).abs().mean())
+            same += int(expected[position].argmax()) == logprobs.token_id
+            total += 1
+    mean = float(torch.stack(differences).mean())
+    assert mean < 0.3, f"mean |difference| of log-probabilities {mean}"
+    assert same / total >= least_argmax, f"mean difference {mean}, argmax agrees in {same} of {total}"
+    return {"mean_difference": mean, "argmax": same / total}
+
+
+def check_replay_equals_launching_with_changing_adapters(name: str = "tiny") -> dict[str, float]:
+    """The same steps by graphs and kernel by kernel, the adapter of each row drawn anew in each: bit for bit."""
+    replayed, _ = make_runner(name, 6)
+    launched, _ = make_runner(name, 6, has_graphs=False)
+    config = random_config(name)
+    lengths = [34 + 4 * number for number in range(NUM_ROWS)]  # 384 in all, a size of the graphs: nothing is filled up
+    one, two = (Rows(config, lengths, logprobs=3) for _ in range(2))
+    draw = random.Random(3)
+    for step in range(NUM_STEPS):
+        slots = [draw.randrange(-1, 6) for _ in range(NUM_ROWS)] if step % 5 else [-1] * NUM_ROWS
+        results = []
+        for runner, rows in ((replayed, one), (launched, two)):
+            rows.use(slots)
+            plan = rows.plan()
+            results.append(runner.launch(plan).results())
+            rows.take(plan, results[-1])
+        assert results[0] == results[1], f"step {step}"
+    return {"steps": NUM_STEPS, "distinct_tokens": len({token for choice in one.choices for token in choice.token_ids})}
+
+
+def check_a_base_row_has_the_same_bits_beside_adapters(name: str = "tiny") -> dict[str, float]:
+    """Rows 0 … 3 without an adapter, in steps where rows 4 … 7 have some and where they have none."""
+    runner, _ = make_runner(name, 6)
+    found = []
+    for slots in ([-1] * 8, [-1, -1, -1, -1, 0, 2, 2, 5]):
+        rows = Rows(random_config(name), [20] * NUM_ROWS, logprobs=20)
+        rows.use([-1] * 8)
+        plan = rows.plan()
+        rows.take(plan, runner.launch(plan).results())
+        rows.use(slots)
+        found.append(runner.launch(rows.plan()).results())
+    assert found[0][:4] == found[1][:4]
+    assert found[0][4:] != found[1][4:]
+    return {}
+
+
+def check_a_step_in_the_air_feeds_the_next(name: str = "tiny") -> dict[str, float]:
+    """Tokens that the host has not seen yet give what they give when it has."""
+    runner, _ = make_runner(name, 6)
+    config = random_config(name)
+    waited, fed = (Rows(config, [10 + number for number in range(NUM_ROWS)]) for _ in range(2))
+    for rows in (waited, fed):
+        rows.use([0, 1, 2, 3, 4, 5, -1, -1])
+    for _ in range(30):
+        plan = waited.plan()
+        waited.take(plan, runner.launch(plan).results())
+    handles = []
+    for _ in range(30):
+        plan = fed.plan()
+        handles.append(runner.launch(plan))
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
+            chunk.sequence.token_ids.append(-1)
+    tokens = [[result.token_id for result in handle.results()] for handle in handles]
+    for number, choice in enumerate(waited.choices):
+        assert choice.token_ids[choice.num_prompt_tokens :] == [row[number] for row in tokens]
+    return {}
+
+
+CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
+
+
+def run_checks(names: Sequence[str] = ()) -> dict[str, object]:
+    """Each check's figures, or why it failed."""
+    found: dict[str, object] = {}
+    for name in names or CHECKS:
+        begin = time.perf_counter()
+        try:
+            found[name] = CHECKS[name]()
+        except Exception:
+            found[name] = "FAILED " + traceback.format_exc()[-1800:]
+        print(f"[{time.perf_counter() - begin:5.1f} s] {name}: {found[name]}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    failed = [result for result in run_checks(sys.argv[1:]).values() if isinstance(result, str)]
+    sys.exit(bool(failed))

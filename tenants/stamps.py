@@ -1,0 +1,24 @@
+"""Identifiers of chance, and stamps that say in which order rows changed."""
+
+import secrets
+import time
+
+from sqlalchemy import func
+from sqlmodel import select
+from sqlmodel.ext.asyncio.session import AsyncSession
+
+from tenants.tables import ApiKey, OperatorKey, Tenant
+
+
+def new_id(kind: str) -> str:
+    """``ten_`` (or adv_, rc_) and 24 hex digits of chance."""
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+async def change_stamp(session: AsyncSession) -> int:
+    """Now in ns, but later than every stamp given so far, wherever the clock has jumped."""
+    latest = 0
+    for table in (Tenant, ApiKey, OperatorKey):
+        found = (await session.exec(select(func.max(table.changed_unix_ns)))).one()
+        latest = max(latest, found or 0)
+    return max(time.time_ns(), latest + 1)

@@ -1,0 +1,28 @@
+"""The engine on a GPU against plain torch in fp32, and its graphs against the launches that they hold.
+
+The checks themselves are in ops/bench/gpu_engine_checks.py, which a machine without pytest can run.
+"""
+
+import pytest
+
+from ops.bench import gpu_engine_checks as checks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen"])
+def test_bf16_logits_are_within_the_bound_of_the_fp32_reference_and_agree_on_the_best(shape: str):
+    checks.check_logits_are_those_of_the_reference(shape)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen"])
+def test_replayed_steps_equal_launched_ones_while_the_adapters_change_in_every_step(shape: str):
+    checks.check_replay_equals_launching_with_changing_adapters(shape)
+
+
+def test_a_base_row_has_the_same_bits_beside_rows_with_adapters_and_without():
+    checks.check_a_base_row_has_the_same_bits_beside_adapters()
+
+
+def test_tokens_that_the_host_has_not_seen_feed_the_next_step():
+    checks.check_a_step_in_the_air_feeds_the_next()

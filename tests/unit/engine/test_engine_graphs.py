@@ -1,0 +1,87 @@
+"""engine/graphs: the numbers of a step in flat memory, and what of the block tables is sent."""
+
+import numpy as np
+import torch
+
+from engine.graphs import BlockTables, Layout
+from engine.scheduler import Chunk
+from engine.sequence import PENDING, Sequence
+from kernels.paged_attention import DecodeShape
+from tests.tiny_steps import make_sequence
+
+CPU = torch.device("cpu")
+EMPTY_SLOT = 9
+
+
+def decode(seq_id: int, tokens: list[int], blocks: list[int], slot: int = -1) -> Chunk:
+    sequence = make_sequence(tokens, blocks, slot)
+    sequence.seq_id = seq_id
+    return Chunk(sequence, len(tokens) - 1, 1, samples=True, scores=False)
+
+
+def filled(chunks: list[Chunk], ahead: dict[int, int]) -> tuple[Layout, list[np.ndarray]]:
+    layout = Layout(DecodeShape(4, 64, 4, 4, 2, CPU))
+    numbers = np.full(layout.length, 77, dtype=np.int32)
+    parts = [numbers[place] for place in layout.places]
+    layout.fill(parts, chunks, ahead, EMPTY_SLOT, with_lora=True)
+    return layout, parts
+
+
+def test_a_step_stands_in_memory_and_what_is_left_over_reads_and_writes_nothing():
+    chunks = [decode(1, [5, 6, 7], [3], slot=2), decode(2, [1, 2, 3, 4, PENDING], [8, 6])]
+
+    _, (tokens, positions, mapping, *_) = filled(chunks, {2: 5})
+
+    assert tokens.tolist() == [7, ~5, 0, 0]
+    assert positions.tolist() == [2, 4, 0, 0]
+    assert mapping.tolist() == [3 * 4 + 2, 6 * 4, -1, -1]
+
+
+def test_a_batch_over_the_memory_sees_the_step_that_stands_there():
+    layout = Layout(DecodeShape(4, 64, 4, 4, 2, CPU))
+    memory = torch.full((layout.length,), 77, dtype=torch.int32)
+    tables = torch.zeros(4, 16, dtype=torch.int32)
+    batch = layout.batch(memory, tables, EMPTY_SLOT, 16)
+
+    parts = [memory.numpy()[place] for place in layout.places]
+    layout.fill(parts, [decode(1, [5, 6, 7], [3], slot=2)], {}, EMPTY_SLOT, with_lora=True)
+
+    assert batch.token_ids.tolist() == [7, 0, 0, 0]
+    assert batch.attention.work.contexts.tolist() == [3, 0, 0, 0]
+
+
+def rows(tables: BlockTables, *chunks: Chunk) -> list[list[int]]:
+    tables.update(chunks)
+    return [tables.tables[row, : len(chunk.sequence.block_table)].tolist() for row, chunk in enumerate(chunks)]
+
+
+def test_block_tables_follow_sequences_that_grow_move_up_and_come_back():
+    tables = BlockTables(3, 8, CPU)
+    first, second = decode(1, [1] * 9, [4, 5, 6]), decode(2, [1] * 5, [9, 7])
+    assert rows(tables, first, second) == [[4, 5, 6], [9, 7]]
+
+    second.sequence.block_table.append(2)
+    assert rows(tables, first, second) == [[4, 5, 6], [9, 7, 2]]
+    assert rows(tables, second) == [[9, 7, 2]]
+
+    back = give_way(second.sequence, [1, 3, 0])
+    assert rows(tables, back) == [[1, 3, 0]]
+
+
+def give_way(sequence: Sequence, blocks: list[int]) -> Chunk:
+    """Preempted and admitted again, in other blocks."""
+    sequence.num_preemptions += 1
+    sequence.block_table = blocks
+    return Chunk(sequence, 4, 1, samples=True, scores=False)
+
+
+def test_only_new_blocks_are_sent():
+    tables = BlockTables(2, 8, CPU)
+    chunk = decode(1, [1] * 9, [4, 5])
+    tables.update([chunk])
+    tables.tables.fill_(-1)
+
+    chunk.sequence.block_table.append(6)
+    tables.update([chunk])
+
+    assert tables.tables[0, :3].tolist() == [-1, -1, 6]
