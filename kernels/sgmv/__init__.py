@@ -6,27 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.sgmv import reference
-from kernels.sgmv.plan import (
-    RANK_MULTIPLE,
-    SgmvPlan,
-    SgmvShape,
-    captured_plan,
-    fill_plan,
-    plan_numbers,
-    plan_sgmv,
-)
+from kernels.sgmv.plan import RANK_MULTIPLE, SgmvPlan, plan_sgmv
 
-__all__ = [
-    "RANK_MULTIPLE",
-    "LoraSlice",
-    "SgmvPlan",
-    "SgmvShape",
-    "captured_plan",
-    "fill_plan",
-    "plan_numbers",
-    "plan_sgmv",
-    "sgmv",
-]
+__all__ = ["RANK_MULTIPLE", "LoraSlice", "SgmvPlan", "plan_sgmv", "sgmv"]
 
 
 @dataclass(frozen=True)

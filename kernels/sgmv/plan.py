@@ -1,6 +1,5 @@
 """Which rows belong to which slot, cut into tiles once a step for all layers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.upload import spans, upload
+from kernels.upload import upload
 
 TILE_ROWS = 4  # rows of one slot that are multiplied together; fixed, so that the same kernel takes them always
 RANK_MULTIPLE = 8  # see reference.py
@@ -49,25 +48,23 @@ class Segments:
 
 @dataclass(frozen=True)
 class SgmvPlan:
-    """A step's rows by slot, of ``plan_sgmv``; or of ``captured_plan``: no rank in use is above ``captured_rank``, and
-    the caller fills the one list of segments, ``given``, for one of the two forms (SgmvShape)."""
+    """A step's rows by slot. Made by ``plan_sgmv``."""
 
     num_rows: int
     rows_of_slot: dict[int, list[int]]
     device: torch.device
-    captured_rank: int = 0
-    is_shared: bool = False
-    given: Segments | None = None
     _groups: dict[tuple[int, ...], tuple[Group, ...]] = field(default_factory=dict)
     _segments: dict[int, Segments] = field(default_factory=dict)
 
     def segments(self, most_rows: int) -> Segments:
-        """Segments of at most ``most_rows`` rows (remembered), or those that are given."""
-        if self.given is not None:
-            return self.given
+        """Segments of at most ``most_rows`` rows; remembered."""
         if most_rows not in self._segments:
             self._segments[most_rows] = self._make_segments(most_rows)
         return self._segments[most_rows]
+
+    def is_sparse(self, most_rows: int) -> bool:
+        """Whether slots have at most ``most_rows`` rows on average: then a GPU takes each row by itself."""
+        return sum(map(len, self.rows_of_slot.values())) <= most_rows * len(self.rows_of_slot)
 
     def _make_segments(self, most_rows: int) -> Segments:
         row_slots = np.full(self.num_rows, -1, dtype=np.int64)
@@ -142,53 +139,3 @@ def cut_rows(row_slots: NDArray[np.int64], most_rows: int) -> tuple[NDArray[np.i
     begin = (np.arange(len(owner)) - (pieces.cumsum() - pieces)[owner]) * most_rows
     count = np.minimum(lengths[owner] - begin, most_rows)
     return rows, np.stack((first[owner] + begin, count, slots[first][owner], np.zeros_like(count)), 1)
-
-
-SHARED_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SgmvShape:
-    """What a captured step has: ``num_rows`` rows, slots of ranks up to ``max_rank``.
-
-    ``is_shared`` is for steps with a few adapters of many rows each, whose rows go through the matrix units
-    SHARED_ROWS at a time; without it each row is by itself. Any mix may take either: they differ in time and last bits.
-    """
-
-    num_rows: int
-    max_rank: int
-    is_shared: bool = False
-
-    def places(self) -> list[slice]:
-        """Of rows and table; every row may have a slot of its own."""
-        return spans([self.num_rows, 4 * self.num_rows])
-
-
-def plan_numbers(shape: SgmvShape) -> int:
-    """Length of the arrays of ``fill_plan``, in int32."""
-    return shape.places()[-1].stop
-
-
-def fill_plan(out: NDArray[np.int32], row_slots: Sequence[int], shape: SgmvShape) -> None:
-    """A step's lists into ``out`` [plan_numbers]: the slots of its first rows, -1 = none as for the rows that are
-    missing."""
-    assert out.shape == (plan_numbers(shape),), (out.shape, plan_numbers(shape))
-    assert len(row_slots) <= shape.num_rows, (len(row_slots), shape)
-    rows, table = cut_rows(np.asarray(row_slots, dtype=np.int64), SHARED_ROWS if shape.is_shared else 1)
-    for place, numbers in zip(shape.places(), (rows, table.ravel()), strict=True):
-        out[place][: len(numbers)] = numbers
-        out[place][len(numbers) :] = 0
-
-
-def captured_plan(memory: Tensor, shape: SgmvShape) -> SgmvPlan:
-    """The plan over ``memory`` [plan_numbers] int32 on the device, whose contents are a later step's at every replay.
-
-    It serves any mix of adapters up to ``max_rank`` whose slices have a ``rank_table``. For the GPU only; run the step
-    once before it is captured.
-    """
-    assert memory.shape == (plan_numbers(shape),), (memory.shape, plan_numbers(shape))
-    assert memory.dtype == torch.int32, memory.dtype
-    rows, table = (memory[place] for place in shape.places())
-    return SgmvPlan(
-        shape.num_rows, {}, memory.device, shape.max_rank, shape.is_shared, Segments(rows, table.view(-1, 4))
-    )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.sgmv import LoraSlice, triton_vector
-from kernels.sgmv.plan import SHARED_ROWS, Segments, SgmvPlan
+from kernels.sgmv.plan import Segments, SgmvPlan
 from kernels.tiles import power_of_2, tiles
 
 _COLUMNS = 8  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
@@ -151,32 +151,20 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
         assert part.b.is_contiguous(), part.b.stride()
         assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
     assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
-    assert plan.given is None or all(part.rank_table is not None for part in slices), "ranks are read on the device"
-    lora_rank = plan.captured_rank or max(
-        (part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0
-    )
+    lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
     if not lora_rank:
         return
     table = _slice_table(tuple(map(_slice_row, slices)), x.device)
-    if _by_itself(plan, x.device):
+    if plan.is_sparse(tiles("sgmv_form", x.device, tokens=plan.num_rows)["rows_of_slot"]):
         triton_vector.sgmv(y, x, slices, plan.segments(1), table, lora_rank)
     else:
         _by_matrices(y, x, slices, plan, table, lora_rank)
-
-
-def _by_itself(plan: SgmvPlan, device: torch.device) -> bool:
-    """Whether every row is multiplied by itself."""
-    if plan.given is not None:
-        return not plan.is_shared
-    form = tiles("sgmv_form", device, tokens=plan.num_rows)
-    return sum(map(len, plan.rows_of_slot.values())) <= form["rows_of_slot"] * len(plan.rows_of_slot)
 
 
 def _by_matrices(
     y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int
 ) -> None:
     shrink = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
-    assert plan.given is None or shrink["block_m"] == SHARED_ROWS, (shrink, plan.num_rows)
     expand = tiles("sgmv_expand", x.device, tokens=plan.num_rows, rank=lora_rank)
     segments = plan.segments(shrink["block_m"])
     block_r = max(16, power_of_2(lora_rank))

@@ -22,10 +22,8 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import rope, rope_table
 from kernels.sampling import SamplingRows, sample
 from kernels.sampling import reference as sampling_reference
-from kernels.sgmv import LoraSlice, SgmvShape, plan_sgmv, sgmv
-from kernels.sgmv import captured_plan as captured_sgmv
-from kernels.sgmv import fill_plan as fill_sgmv
-from kernels.sgmv import plan_numbers as sgmv_numbers
+from kernels.sgmv import LoraSlice, plan_sgmv, sgmv
+from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import silu_mul
 from kernels.store_kv import store_kv
 from ops.bench.gpu.checks import DEVICE, LIMITS, SHAPES, Batch, random, require, sliced
@@ -81,7 +79,7 @@ def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) 
 
 
 def captured_decode_follows_its_memory() -> None:
-    """One graph, steps of other lengths and of fewer sequences: right, and the bits of the same step without a graph."""
+    """One graph, steps of other lengths and of fewer sequences: right, with the bits of the step without a graph."""
     for heads, window, queries in ((SHAPES[0], None, 1), (SHAPES[1], 700, 1), (SHAPES[0], None, 4)):
         shape = DecodeShape(24, 21_000, 16, heads[0], heads[1], DEVICE, queries, window)
         host = np.full(plan_numbers(shape), 2**30, dtype=np.int32)
@@ -157,22 +155,22 @@ def groups_equal_no_groups() -> None:
 
 def captured_lora_follows_its_memory() -> None:
     """One graph of each form, steps of other mixes of adapters and of other ranks in the slots, against float64."""
-    for is_shared in (False, True):
-        _captured_lora(SgmvShape(64, 64, is_shared))
+    for num_rows in (64, 100):
+        _captured_lora(num_rows)
 
 
-def _captured_lora(shape: SgmvShape) -> None:
+def _captured_lora(num_rows: int) -> None:
     sizes_out, ranks = (4096, 1024, 1024), [8, 16, 24, 64, 5, 1, 0, 40]
     a, b = ([random(8, 64, size) / 64 for size in sizes] for sizes in ((4096,) * 3, sizes_out))
-    tables = [torch.zeros(8, dtype=torch.int32, device=DEVICE) for _ in sizes_out]
+    tables = [torch.zeros(9, dtype=torch.int32, device=DEVICE) for _ in sizes_out]  # slot 8 is empty
     starts = (0, 4096, 5120)
-    parts = [LoraSlice(*part) for part in zip(a, b, [()] * 3, starts, tables, strict=True)]
-    host = np.full(sgmv_numbers(shape), 2**30, dtype=np.int32)
+    parts = [LoraSlice(*part) for part in zip(a, b, [(*[0] * 8, 64)] * 3, starts, tables, strict=True)]
+    host = np.full(segment_numbers(num_rows), 2**30, dtype=np.int32)
     memory = torch.zeros(len(host), dtype=torch.int32, device=DEVICE)
-    fill_sgmv(host, [-1], shape)
+    fill_segments(host, [-1], num_rows, 8)
     memory.copy_(torch.from_numpy(host))
-    x, y = random(64, 4096), random(64, 6144)
-    plan = captured_sgmv(memory, shape)
+    x, y = random(num_rows, 4096), random(num_rows, 6144)
+    plan = CapturedSgmv(memory, num_rows, 8)
 
     def run() -> Tensor:
         sgmv(y, x, parts, plan)
@@ -182,8 +180,8 @@ def _captured_lora(shape: SgmvShape) -> None:
     for step, some in enumerate(([row % 8 for row in range(64)], [3] * 40 + [-1] * 20, [-1, 7, 7, 0], [])):
         own = [ranks[(slot + step) % 8] for slot in range(8)]
         for table in tables:
-            table.copy_(torch.tensor(own))
-        fill_sgmv(host, some, shape)
+            table[:8] = torch.tensor(own)
+        fill_segments(host, some, num_rows, 8)
         memory.copy_(torch.from_numpy(host))
         before, expected = y.clone(), y.double()
         for row, slot in enumerate(some):
@@ -192,8 +190,8 @@ def _captured_lora(shape: SgmvShape) -> None:
                 low = x[row].double() @ part.a[slot, :rank].double().T
                 expected[row, columns] += low @ part.b[slot, :rank].double()
         graph.replay()
-        require(y, expected, f"captured lora {shape} step {step}")
-        idle = [row for row in range(64) if row >= len(some) or some[row] < 0 or own[some[row]] == 0]
+        require(y, expected, f"captured lora {num_rows} step {step}")
+        idle = [row for row in range(num_rows) if row >= len(some) or some[row] < 0 or own[some[row]] == 0]
         assert torch.equal(y[idle], before[idle]), "rows without an adapter changed"
 
 

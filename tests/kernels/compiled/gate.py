@@ -171,15 +171,22 @@ def sample(num_rows: int) -> None:
 
 
 def lora(
-    num_rows: int, size_in: int, sizes_out: tuple[int, ...], rank: int, dtype: torch.dtype = torch.bfloat16
+    num_rows: int,
+    size_in: int,
+    sizes_out: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    num_slots: int = 1,
 ) -> None:
     slices, start = [], 0
     for size_out in sizes_out:
         a, b = (torch.zeros(1, rank, size, dtype=dtype) for size in (size_in, size_out))
-        slices.append(LoraSlice(a, b, (rank,), start))
+        slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
         start += size_out
     x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
-    sgmv_kernel.sgmv(y, x, slices, plan_sgmv([0] * num_rows, x.device))
+    slots = [row % num_slots for row in range(num_rows)]
+    sgmv_kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -234,6 +241,12 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"lora T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r)
     for num_rows in (64, 512, 2048):
         yield f"fp32, lora T={num_rows} r=128", lambda n=num_rows: lora(n, 4096, (4096,), 128, torch.float32)
+    for num_rows in (4, 64, 256):
+        for rank in (16, 64, 256):
+            yield (
+                f"distinct lora T={num_rows} r={rank}",
+                lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r, num_slots=n),
+            )
     yield "sample", lambda: sample(64)
     for num_rows in (16, 64):
         for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):

@@ -18,10 +18,8 @@ from kernels.qk_rope_kv import reference as qk_rope_kv_reference
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
-from kernels.sgmv import LoraSlice, SgmvPlan, SgmvShape, plan_sgmv
-from kernels.sgmv import captured_plan as captured_sgmv_plan
-from kernels.sgmv import fill_plan as fill_sgmv
-from kernels.sgmv import plan_numbers as sgmv_numbers
+from kernels.sgmv import LoraSlice, SgmvPlan, plan_sgmv
+from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import reference as silu_mul_reference
 from kernels.testing import (
     NAN,
@@ -251,16 +249,15 @@ def lora_slices(
     return slices
 
 
-def captured_sgmv(
-    slots: list[int], slices: list[LoraSlice], room: int, is_shared: bool
-) -> tuple[list[LoraSlice], SgmvPlan]:
-    """The slices with their ranks in memory alone, and a plan over filled memory for ``room`` rows more."""
-    shape = SgmvShape(len(slots) + room, 64, is_shared)
-    memory = torch.full((sgmv_numbers(shape),), 2**30, dtype=torch.int32)  # what a step before might have left there
-    fill_sgmv(memory.numpy(), slots, shape)
-    tables = [torch.tensor(part.lora_ranks, dtype=torch.int32) for part in slices]
-    slices = [LoraSlice(part.a, part.b, (), part.start, table) for part, table in zip(slices, tables, strict=True)]
-    return slices, captured_sgmv_plan(memory, shape)
+def captured_sgmv(slots: list[int], slices: list[LoraSlice], room: int) -> tuple[list[LoraSlice], SgmvPlan]:
+    """The slices with their true ranks in memory alone, and a plan over filled memory for ``room`` rows more."""
+    num_rows, num_slots = len(slots) + room, len(slices[0].lora_ranks)
+    memory = torch.full((segment_numbers(num_rows),), 2**30, dtype=torch.int32)  # of a step before, as it might be
+    fill_segments(memory.numpy(), slots, num_rows, num_slots)
+    bounds = (*[0] * num_slots, 64)
+    tables = [torch.tensor((*part.lora_ranks, 0), dtype=torch.int32) for part in slices]
+    slices = [LoraSlice(part.a, part.b, bounds, part.start, table) for part, table in zip(slices, tables, strict=True)]
+    return slices, CapturedSgmv(memory, num_rows, num_slots)
 
 
 def check_sgmv(
@@ -269,8 +266,6 @@ def check_sgmv(
     slices: list[LoraSlice],
     dtype: torch.dtype,
     room: int | None = None,
-    *,
-    is_shared: bool = False,
 ) -> None:
     """With ``room`` through a captured plan."""
     real = len(slots)
@@ -289,7 +284,7 @@ def check_sgmv(
     if room is None:
         kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
     else:
-        given, plan = captured_sgmv(slots[:real], slices, room, is_shared)
+        given, plan = captured_sgmv(slots[:real], slices, room)
         kernel.sgmv(y, x, given, plan)
     assert torch.equal(y[~touched], before[~touched])
     assert_matches_reference(y[touched], expected[touched])
