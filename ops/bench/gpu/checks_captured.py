@@ -239,7 +239,7 @@ def sampling_as_by_sorting() -> None:
         columns = list(zip(*(settings[row % len(settings)] for row in range(count)), strict=True))
         kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
         own = [torch.tensor(column, dtype=kind, device=DEVICE) for column, kind in zip(columns, kinds, strict=True)]
-        rows = SamplingRows(*own, torch.rand(count, device=DEVICE))
+        rows = SamplingRows(own[0], own[1], own[2], own[3], torch.rand(count, device=DEVICE))
         found, expected = (
             sample(logits, rows),
             sampling_reference.sample(
