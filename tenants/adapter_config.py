@@ -79,7 +79,9 @@ def read_config(data: bytes) -> AdapterSettings:
     settings.reasons += _kind_reasons(raw) + _refused_reasons(raw) + _unknown_reasons(raw)
     settings.rank = _field(settings, raw, "r", DEFAULT_RANK, _is_rank)
     settings.alpha = _field(settings, raw, "lora_alpha", DEFAULT_ALPHA, _is_alpha)
-    settings.use_rslora = _field(settings, raw, "use_rslora", False, lambda value: type(value) is bool)
+    settings.use_rslora = bool(
+        _field(settings, raw, "use_rslora", None, lambda value: type(value) in (bool, type(None)))
+    )
     settings.rank_pattern = _pattern(settings, raw, "rank_pattern", _is_rank)
     settings.alpha_pattern = _pattern(settings, raw, "alpha_pattern", _is_alpha)
     base_model = raw.get("base_model_name_or_path")
@@ -90,11 +92,11 @@ def read_config(data: bytes) -> AdapterSettings:
 
 def _read_targets(settings: AdapterSettings, raw: dict[str, Any]) -> None:
     """What the config says of the places; a regex or "all-linear" is a rule of the trainer's, never run."""
-    targets = _field(settings, raw, "target_modules", [], lambda value: isinstance(value, str) or _is_list(value, str))
+    targets = _field(settings, raw, "target_modules", None, lambda value: isinstance(value, str) or _is_names(value))
     settings.target_modules = targets if targets and isinstance(targets, list) else None
-    layers = _field(settings, raw, "layers_to_transform", [], lambda value: type(value) is int or _is_list(value, int))
+    layers = _field(settings, raw, "layers_to_transform", None, _are_layers)
     settings.layers_to_transform = [layers] if isinstance(layers, int) else layers or None
-    settings.target_parameters = _field(settings, raw, "target_parameters", [], lambda value: _is_list(value, str))
+    settings.target_parameters = _field(settings, raw, "target_parameters", None, _is_names) or []
     settings.is_swapped = _is_swapped(raw.get("peft_version"))
 
 
@@ -132,7 +134,7 @@ def _unknown_reasons(raw: dict[str, Any]) -> list[str]:
 
 
 def _field(settings: AdapterSettings, raw: dict[str, Any], key: str, default: Any, check: Callable[[Any], bool]) -> Any:
-    value = default if raw.get(key) is None else raw[key]
+    value = raw.get(key, default)
     if check(value):
         return value
     settings.reasons.append(f"{key}: {_shown(value)} is out of range")
@@ -166,8 +168,13 @@ def _is_alpha(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= MAX_ALPHA
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(each) is kind for each in value)
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+def _are_layers(value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return value is None or all(type(each) is int for each in listed)
 
 
 def _is_empty(value: Any) -> bool:

@@ -15,6 +15,7 @@ from tenants.adapter_json import clip, clip_all, parse_object
 MIN_HEADER_LIMIT_BYTES = 1 << 20
 HEADER_BYTES_PER_TENSOR = 256
 MAX_NAME_CHARS = 256
+FEW = 16  # of tensors outside the layers
 MAX_REASONS = 20  # of tensors that are malformed each in its own way
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -45,14 +46,15 @@ class BadHeader(Exception):
 def read_header(file: BinaryIO, file_bytes: int | None, max_tensors: int) -> list[TensorEntry]:
     """The tensors in the order of their bytes. Raises BadHeader. ``file_bytes`` None: the header alone is here yet.
 
-    Entries are well-formed, named in our grammar, F32/F16/BF16, without holes, overlaps or trailing bytes.
+    Entries are well-formed, named in our grammar, F32/F16/BF16, without holes, overlaps or trailing bytes. There may
+    be twice ``max_tensors`` and a few: so that what is too much can be named (DoRA, biases, saved modules).
     """
     data_start, header = _read_json(file, file_bytes, max_tensors)
     metadata = header.pop("__metadata__", {})
     reasons = [] if _is_text_map(metadata) else ["safetensors: __metadata__ must map text to text"]
     if not header:
         reasons.append("safetensors: the file holds no tensors")
-    if len(header) > max_tensors:
+    if len(header) > 2 * max_tensors + FEW:
         reasons.append(f"safetensors: {len(header)} tensors, the model can take {max_tensors}")
     if reasons:
         raise BadHeader(reasons)

@@ -58,6 +58,8 @@ def make_plan(config_json: bytes, file: BinaryIO, shape: AdapterShape, limits: U
     except BadHeader as error:
         plan.reasons += error.reasons
         return plan
+    if len(entries) > shape.max_tensors:
+        plan.reasons.append(f"safetensors: {len(entries)} tensors, the model can take {shape.max_tensors}")
     binding = bind(entries, shape)
     _set_pairs(plan, file, _Read(settings, binding, {entry.name: measure(file, entry) for entry in entries}), shape)
     plan.reasons += _rank_reasons(plan.pairs, min(shape.max_lora_rank, limits.max_adapter_rank))

@@ -7,7 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import oracle
+from tests import adapter_calls, oracle
+from tests.adapter_calls import prompt_of, upload
 from tests.served import Served
 from tests.tiny import hf_config, merged, tiny_adapter, tiny_config, tiny_weights, write_peft_dir
 
@@ -18,11 +19,6 @@ ADAPTERS = {
     "B": tiny_adapter(2, rank=8, modules=("q_proj", "v_proj")),
     "C": tiny_adapter(3, rank=2, modules=("down_proj",), layers=(1,)),
 }
-
-
-def upload(http: httpx.Client, name: str, path: Path, **form: str) -> httpx.Response:
-    files = {file: (path / file).read_bytes() for file in ("adapter_config.json", "adapter_model.safetensors")}
-    return http.post("/adapters", data={"name": name, "base_model": "tiny", **form}, files=files)
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +34,8 @@ def key(tiny: Served, tmp_path_factory) -> str:
 
 
 def generate(tiny: Served, key: str, model: str, prompt: list[int], num_tokens: int = 16, **change) -> tuple:
-    """Greedy tokens' log-probabilities and the text: equal tuples mean equal output."""
-    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     with tiny.http(key) as http:
-        answer = http.post("/completions", json=body | {"logprobs": 1} | change)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["model"] == model
-    choice = answer.json()["choices"][0]
-    return choice["text"], tuple(choice["logprobs"]["tokens"]), tuple(choice["logprobs"]["token_logprobs"])
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(1000 * seed + length)
-    return [rng.randrange(3, 300) for _ in range(length)]
+        return adapter_calls.generate(http, model, prompt, num_tokens, **change)
 
 
 @pytest.mark.parametrize("model", ["tiny", "A", "B", "C"])

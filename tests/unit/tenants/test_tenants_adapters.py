@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenants.adapter_header import BadHeader, read_header
 from tenants.adapter_patterns import Patterns, is_simple
 from tenants.adapter_shape import AdapterShape
 from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
@@ -504,6 +505,8 @@ def test_what_is_more_than_low_rank_pairs_is_refused_by_its_kind(
         ("lora_alpha", -1),
         ("lora_alpha", "8"),
         ("lora_alpha", 1e300),
+        ("lora_alpha", None),
+        ("r", None),
         ("r", 0),
         ("r", True),
         ("use_rslora", "yes"),
@@ -523,6 +526,7 @@ def test_a_config_that_asks_for_more_is_refused_by_the_keys_name(upload: Upload,
         {"modules_to_save": []},
         {"modules_to_save": None},
         {"bias": None},
+        {"use_rslora": None, "rank_pattern": None, "target_modules": None, "target_parameters": None},
         {"a_key_of_the_future": None},
         {"another": False},
         {"loftq_config": {}},
@@ -752,10 +756,32 @@ def test_a_hostile_file_is_refused_and_leaves_nothing(upload: Upload, kind: str,
     assert [path.name for path in tmp_path.iterdir()] == ["adapter_model.safetensors"]
 
 
-def test_more_tensors_than_the_model_has_places_are_refused(upload: Upload):
-    tensors = {f"w{index}": np.ones(1, np.float32) for index in range(2 * 2 * 7 + 1)}
+def test_more_tensors_than_the_model_has_places_are_refused_and_named(upload: Upload):
+    dora = {f"{PREFIX}layers.{layer}.{path_of(module)}.lora_magnitude_vector": np.ones(32, np.float32)
+            for layer in range(2) for module in MODULES}  # fmt: skip
+    head = {"base_model.model.lm_head.weight": np.ones((40, 32), np.float32)}
 
-    assert "29 tensors, the model can take 28" in refusal(upload, tensors)
+    text = refusal(upload, pairs(*MODULES) | dora | head, config(r=5), limits=Allowed(max_adapter_rank=3))
+
+    for named in ("43 tensors, the model can take 28", "use_dora", "modules_to_save", "LoRA rank 4 is over"):
+        assert named in text
+
+
+def test_far_more_tensors_than_the_model_has_places_are_refused_unread(upload: Upload):
+    tensors = {f"w{index}": np.full(1, np.nan, np.float32) for index in range(2 * 28 + 17)}
+
+    assert refusal(upload, tensors) == "safetensors: 73 tensors, the model can take 28"
+
+
+def test_the_header_may_be_as_long_as_the_model_has_tensors(tmp_path: Path):
+    """1 MiB, or 256 bytes a tensor where there may be more."""
+    path = tmp_path / "w"
+    path.write_bytes(container({"__metadata__": {"x": "a" * (1 << 20)}, "a": F4}, bytes(4)))
+
+    with path.open("rb") as file, pytest.raises(BadHeader, match="over the limit of 1048576 bytes"):
+        read_header(file, path.stat().st_size, max_tensors=4096)
+    with path.open("rb") as file:
+        assert len(read_header(file, path.stat().st_size, max_tensors=4200)) == 1
 
 
 def test_a_symbolic_link_and_a_folder_are_not_read(tmp_path: Path):

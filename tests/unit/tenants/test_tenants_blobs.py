@@ -48,6 +48,27 @@ def test_folders_are_0700_and_files_0600_whatever_the_umask(tmp_path: Path):
     assert stat.S_IMODE(published.stat().st_mode) == 0o600
 
 
+def test_bytes_and_folders_are_on_the_disk_before_and_after_the_name_is(store: BlobStore, monkeypatch):
+    """fsync of the file, rename, fsync of the folder: a power cut leaves the whole blob or none."""
+    done: list[str] = []
+
+    def noting(name: str, call):
+        def noted(first, *others, **more):
+            target = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
+            done.append(f"{name} {Path(target).name}")
+            return call(first, *others, **more)
+
+        return noted
+
+    staged = stage(store, b"weights")
+    monkeypatch.setattr(os, "fsync", noting("fsync", os.fsync))
+    monkeypatch.setattr(os, "rename", noting("rename", os.rename))
+
+    store.publish("ten_a", SHA, staged)
+
+    assert done == [f"fsync {staged.name}", "fsync tenants", f"rename {staged.name}", "fsync ten_a"]
+
+
 def test_publishing_moves_the_staged_file_and_the_same_again_changes_nothing(store: BlobStore, tmp_path: Path):
     store.publish("ten_a", SHA, stage(store, b"x"))
     store.publish("ten_a", SHA, stage(store, b"x"))
