@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gateway.adapter_check import Checked, HeaderJob, Job, check, check_header, disk_may_be_full
 from gateway.errors import ApiError, invalid, invalid_key, model_not_found
 from gateway.models import Catalog, ServedModel
+from gateway.resources import Residency
 from gateway.targets import ADAPTER_NAME, Targets
 from gateway.upload import CONFIG, WEIGHTS
 from tenants.blobs import BlobStore
@@ -141,10 +141,10 @@ class Adapters:
                 raise not_found(name)
             return current, await repository.versions(principal.tenant_id, name)
 
-    async def residency(self, versions: list[AdapterVersion]) -> dict[str, list[dict[str, Any]]]:
+    async def residency(self, versions: list[AdapterVersion]) -> dict[str, list[Residency]]:
         """By sha256: each engine of the base model that answers, with the tiers that hold the weights there."""
         keys = {version.sha256: self.targets.key_of(version.tenant_id, version.sha256) for version in versions}
-        found: dict[str, list[dict[str, Any]]] = {sha256: [] for sha256 in keys}
+        found: dict[str, list[Residency]] = {sha256: [] for sha256 in keys}
         bases = filter(None, (self.catalog.get(name) for name in {version.base_model for version in versions}))
         engines = [engine for model in bases for engine in model.connected()]
         asked = [engine.residency(list(keys.values()), RESIDENCY_TIMEOUT_S) for engine in engines]
@@ -152,7 +152,7 @@ class Adapters:
             if isinstance(tiers, BaseException) or engine.welcome is None:  # it is busy, or has just gone
                 continue
             for sha256, key in keys.items():
-                found[sha256].append({"replica": engine.welcome.engine_id, "tiers": tiers.get(key, [])})
+                found[sha256].append(Residency(engine.welcome.engine_id, tiers.get(key, [])))
         return found
 
     async def current(self, principal: Principal) -> list[AdapterVersion]:

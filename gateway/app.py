@@ -10,11 +10,11 @@ from litestar.types import ASGIApp
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.access import undeclared
-from gateway.call import named
+from gateway.call import call_of, named
 from gateway.errors import ApiError, as_api_error
-from gateway.methods import without_options
+from gateway.methods import allowed_methods, without_options
 from gateway.parts import Parts, authenticated
-from gateway.routes import adapters, completions, health, models, requests, usage
+from gateway.routes import adapters, completions, health, models, openapi, requests, usage
 
 _log = logging.getLogger("gateway.app")
 
@@ -34,6 +34,7 @@ def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
             *requests.handlers,
             *usage.handlers,
             *health.handlers,
+            *openapi.handlers,
             *more,
         ],
         guards=[authenticated],
@@ -56,12 +57,12 @@ def _api_error(_: Request, error: ApiError) -> Response:
 
 
 def _framework_error(request: Request, error: HTTPException) -> Response:
+    method = call_of(request.scope).scope["method"]
     if isinstance(error, NotFoundException):
-        told = ApiError(f"Unknown request URL: {request.method} {request.url.path}.", code="not_found")
+        told = ApiError(f"Unknown request URL: {method} {request.url.path}.", code="not_found")
     elif isinstance(error, MethodNotAllowedException):
-        methods = set((error.headers or {}).get("allow", "").split(", ")) - {"", "OPTIONS"}
-        told = ApiError(f"The method {request.method} is not allowed here.", code="method_not_allowed")
-        told.headers["allow"] = ", ".join(sorted(methods))
+        told = ApiError(f"The method {method} is not allowed here.", code="method_not_allowed")
+        told.headers["allow"] = allowed_methods(error)
     elif error.status_code == 413:
         told = ApiError("The request body is too large.", code="payload_too_large")
     elif error.status_code < 500:

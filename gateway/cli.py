@@ -4,7 +4,6 @@ Only `serve`, `engine`, `migrate`, `secrets` and `audit` open anything themselve
 what to do.
 """
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from gateway.commands.operators import operator
 from gateway.commands.reports import report
 from gateway.commands.secrets import secrets
 from gateway.commands.tenants import tenant
+from gateway.logs import log_to_stderr
 from gateway.settings import CannotStart, Settings, default_database, serve_options
 
 
@@ -38,7 +38,7 @@ def serve(**options: Any) -> None:
     from gateway.supervisor import serve as run
 
     settings = Settings.from_options(options)
-    start_logging(settings.log_level)
+    log_to_stderr(settings.log_level)
     try:
         run(settings)
     except CannotStart as error:
@@ -81,15 +81,6 @@ _migration("check", "check", "Fail unless the schema is the newest.")
 
 for command in (tenant, key, operator, secrets, audit, adapter, report):
     main.add_command(command)
-
-
-def start_logging(level: str) -> None:
-    """One line an event on stderr."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    for chatty in ("uvicorn", "httpx", "httpcore", "alembic", "asyncio", "aiosqlite"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

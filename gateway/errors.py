@@ -33,6 +33,7 @@ TABLE: dict[str | None, Row] = {
     "model_not_found": Row(404, INVALID),
     "not_found": Row(404, INVALID),
     "method_not_allowed": Row(405, INVALID),
+    "request_timeout": Row(408, INVALID, retry_ms=1000),
     "version_conflict": Row(409, "conflict_error"),
     "name_taken": Row(409, "conflict_error"),
     "adapter_corrupt": Row(409, "conflict_error"),

@@ -101,7 +101,7 @@ class Idempotency:
         receipt = await receipt_of(session, row.tenant_id, row.request_id)
         if receipt is None and self.now_ns() < row.finished_unix_ns + _SETTLED_IN_NS:
             raise _in_flight()
-        return msgspec.json.encode(receipt) if receipt and receipt["price"]["billed"] else None
+        return msgspec.json.encode(receipt) if receipt and receipt.price.billed else None
 
     async def _purge(self) -> None:
         while True:

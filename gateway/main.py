@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -33,11 +34,12 @@ from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
 from gateway.limiter import Limiter
+from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
-from gateway.protocol import HttpProtocol
+from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.targets import Targets
@@ -54,6 +56,7 @@ from tenants.secrets import Secrets
 from tenants.staged_uploads import StagedUploads
 
 ENGINES_READY_S = 30.0
+OTHER_FILES = 512  # beside connections: stores, engines, blobs, uploads
 LAST_WORDS_S = 5.0  # for requests that the end of the drain cut off
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger("gateway.main")
@@ -173,7 +176,8 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
     async with running_parts(settings, index) as parts:
         sweeping = asyncio.create_task(AdapterSweep(parts.adapters, parts.uploads).keep_sweeping(), name="sweep")
         registry = parts.pipeline.telemetry.metrics.registry
-        server = _Server(_uvicorn_config(build_app(parts)))
+        bounds = Bounds(settings.max_connections, settings.receive_seconds)
+        server = _Server(_uvicorn_config(build_app(parts), bounds))
         async with scrape.serve(settings.scrape_path(index), registry):
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await _accepting(server, serving)
@@ -206,20 +210,29 @@ async def _drain(parts: Parts, drain_s: float) -> None:
             await admission.idle.wait()
 
 
-def _uvicorn_config(app) -> uvicorn.Config:
+def _uvicorn_config(app, bounds: Bounds = DEFAULT_BOUNDS) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http=HttpProtocol,
+        http=functools.partial(HttpProtocol, bounds=bounds),  # pyright: ignore[reportArgumentType]
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=bounds.idle_s,  # pyright: ignore[reportArgumentType]
         timeout_graceful_shutdown=5,
     )
+
+
+def _allow_files(wanted: int) -> None:
+    """Many systems allow a process 1,024 open files until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def main() -> int:
@@ -235,10 +248,8 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=0, help="number among the gateways of this machine")
     options = parser.parse_args()
     settings = Settings.from_env()
-    logging.basicConfig(
-        stream=sys.stderr, level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    log_to_stderr(settings.log_level)
+    _allow_files(settings.max_connections + OTHER_FILES)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(settings, socket.socket(fileno=options.listen_fd), options.index))

@@ -1,26 +1,23 @@
-"""Methods that neither of our APIs has, and that the framework would answer by itself, without a key."""
+"""Methods that our APIs don't have, and that the framework would answer by itself, without a key."""
 
 from typing import Any
 
-import msgspec
-from litestar import Request, Response
+from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp, Receive, Scope, Send
-
-from gateway.errors import ApiError
 
 
 def without_options(app: Any) -> ASGIApp:
-    """The app, with OPTIONS and TRACE refused before it hears of them."""
+    """OPTIONS is routed as TRACE, which no route has: 405 with what is allowed there, or 404."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("OPTIONS", "TRACE"):
-            await app(scope, receive, send)
-            return
-        error = ApiError(f"The method {scope['method']} is not allowed here.", code="method_not_allowed")
-        body = msgspec.json.encode(error.body())
-        answer = Response(
-            body, status_code=error.status, media_type="application/json", headers=error.response_headers()
-        )
-        await answer.to_asgi_response(app=None, request=Request(scope))(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            scope = {**scope, "method": "TRACE"}  # pyright: ignore[reportAssignmentType]
+        await app(scope, receive, send)
 
     return serve
+
+
+def allowed_methods(error: HTTPException) -> str:
+    """Of the framework's 405: what its Allow header says, without what we don't have."""
+    methods = set((error.headers or {}).get("allow", "").split(", ")) - {"", "OPTIONS"}
+    return ", ".join(sorted(methods))

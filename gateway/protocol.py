@@ -1,10 +1,13 @@
-"""uvicorn's HTTP/1.1 with what it lacks at the edge: a bound on heads, word of every caller who leaves, JSON errors.
+"""uvicorn's HTTP/1.1 with what it lacks at the edge: bounds on heads, connections and the time that a request may take
+to come, word of every caller who leaves, JSON errors.
 
 The HTTP parser hands a head over when it is complete and keeps what came of it until then, however long; and when a
 connection ends, uvicorn tells only the newest of its requests, which with pipelining is not the one that runs.
 """
 
+import asyncio
 import http
+from dataclasses import dataclass
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -13,17 +16,44 @@ from gateway.call import new_request_id
 from gateway.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10  # what one read brings beyond it is let through
+MIN_BYTES_PER_S = 1024  # of a body, on average
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What strangers may hold of a process. A head comes within ``receive_s`` of its first byte (of the connection's
+    start, for the first), a body stands still no longer than that and brings MIN_BYTES_PER_S on average; a connection
+    between requests is kept for ``idle_s``. Connections are counted together: a proxy's peers have one address."""
+
+    max_connections: int = 4096
+    receive_s: float = 30.0
+    idle_s: float = 75.0
+
+
+DEFAULT_BOUNDS = Bounds()
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. ``_due``: when, by the loop's clock, what is being received must be there; None: nothing is."""
 
-    def __init__(self, *args, **more) -> None:
+    def __init__(self, *args, bounds: Bounds = DEFAULT_BOUNDS, **more) -> None:
         super().__init__(*args, **more)
+        self._bounds = bounds
         self._gathered_bytes = 0  # since the last head or piece of a body was complete: heads, trailers, chunk sizes
         self._cycles: list[RequestResponseCycle] = []  # requests without a whole answer, oldest first
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if len(self.connections) > self._bounds.max_connections:
+            self._refuse(ApiError("This server has too many connections; try again.", code="overloaded"))
+        else:
+            self._expect(self._bounds.receive_s)
 
     def data_received(self, data: bytes) -> None:
+        if self._due is None:
+            self._expect(self._bounds.receive_s)
         self._gathered_bytes += len(data)
         super().data_received(data)
         if self._gathered_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -31,23 +61,57 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._gathered_bytes = 0
+        self._expect(self._bounds.receive_s)
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._gathered_bytes = 0
+        if self._due is not None:
+            self._due = min(self._due + len(body) / MIN_BYTES_PER_S, self.loop.time() + self._bounds.receive_s)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._gathered_bytes = 0
+        self._due = None
         super().on_message_complete()
+
+    def _expect(self, within_s: float) -> None:
+        """The next part of a request. The timer is not moved for each, it looks at ``_due`` when it comes round."""
+        self._due = self.loop.time() + within_s
+        if self._timer is None:
+            self._timer = self.loop.call_at(self._due, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None or self.transport.is_closing():
+            return
+        if self._is_ours_to_go_on():
+            self._due = max(self._due, self.loop.time() + self._bounds.receive_s)
+        if self.loop.time() < self._due:
+            self._timer = self.loop.call_at(self._due, self._look)
+        elif self._is_nothing_asked():
+            self.transport.close()
+        else:
+            self._refuse(ApiError("The request took too long to come.", code="request_timeout"))
+
+    def _is_nothing_asked(self) -> bool:
+        """Not a byte came, or the answer was there before the end of its request, which never came."""
+        was_answered = any(cycle.response_started for cycle in self._cycles)
+        return was_answered or not (self._cycles or self._gathered_bytes)
+
+    def _is_ours_to_go_on(self) -> bool:
+        """We don't read on, or still answer what came before: the caller isn't late."""
+        return self.flow.read_paused or any(not (cycle.more_body or cycle.response_complete) for cycle in self._cycles)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

@@ -2,16 +2,18 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TypeVar, get_args
 
 from litestar import Request
 
 from gateway.errors import invalid
 from gateway.parts import parts_of, principal_of
+from gateway.resources import Bucket, ReportPage
 from tenants.errors import InvalidValue
 from tenants.record_repository import BucketWidth, GroupBy, UsageQuery
 from tenants.repositories import RecordRepository
 
+Result = TypeVar("Result")
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _MAX_LISTED = 1000
 
@@ -25,6 +27,30 @@ class Report:
     groups: dict[str, GroupBy | None]
 
 
+USAGE = Report(
+    limits={"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)},
+    groups={
+        "project_id": "project_id",
+        "user_id": None,
+        "api_key_id": "api_key_id",
+        "model": "model",
+        "batch": None,
+        "service_tier": "flow_class",
+        "api_source": None,
+    },
+)
+COSTS = Report(
+    limits={"1d": (7, 180)},
+    groups={
+        "project_id": "project_id",
+        "user_id": None,
+        "line_item": "line_item",
+        "api_key_id": "api_key_id",
+        "api_source": None,
+    },
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """``query`` spans the page's buckets. ``matches`` False: its filters name what no tenant's usage has.
@@ -35,11 +61,11 @@ class Page:
     grouped: frozenset[str]
     end_s: int
 
-    def answer(self, buckets: list[dict[str, Any]]) -> dict[str, Any]:
+    def answer(self, buckets: list[Bucket[Result]]) -> ReportPage[Result]:
         """The buckets as a page, with the way to the next one."""
         more = self.query.end_s < self.end_s
         next_page = f"page_{self.query.end_s}" if more else None
-        return {"object": "page", "data": buckets, "has_more": more, "next_page": next_page}
+        return ReportPage(data=buckets, has_more=more, next_page=next_page)
 
 
 async def page_of(request: Request, report: Report) -> Page:

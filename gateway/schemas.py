@@ -4,7 +4,7 @@ Unknown fields are ignored. A known field of a wrong type or range raises ApiErr
 """
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -233,11 +233,6 @@ class ChatChoice(Struct, frozen=True):
     finish_reason: str
 
 
-class ChatDelta(Struct, frozen=True, omit_defaults=True):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
 class FunctionDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None
     arguments: str
@@ -252,7 +247,7 @@ class CallDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     function: FunctionDelta
 
 
-class ToolDelta(Struct, frozen=True, omit_defaults=True):
+class ChatDelta(Struct, frozen=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | UnsetType | None = UNSET
     tool_calls: list[CallDelta] | UnsetType = UNSET
@@ -260,7 +255,7 @@ class ToolDelta(Struct, frozen=True, omit_defaults=True):
 
 class ChatChunkChoice(Struct, frozen=True):
     index: int
-    delta: ChatDelta | ToolDelta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
@@ -274,14 +269,17 @@ class TextChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class Answer(Struct, frozen=True):
+ChoiceBody = TypeVar("ChoiceBody")
+
+
+class Answer(Struct, Generic[ChoiceBody], frozen=True):
     """A whole answer or one chunk. ``usage`` UNSET is left out; None is sent as null."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatChoice] | list[ChatChunkChoice] | list[TextChoice]
+    choices: list[ChoiceBody]
     system_fingerprint: str
     service_tier: str
     usage: UsageBody | UnsetType | None = UNSET

@@ -92,6 +92,8 @@ class Settings:
     redis_url: str = ""
     log_level: str = "info"
     drain_seconds: float = 30.0
+    max_connections: int = 4096  # of each gateway
+    receive_seconds: float = 30.0
     engines: tuple[EngineAddress, ...] = ()
     serve: ServeOptions = field(default_factory=ServeOptions)
     sizes: EngineSizes = field(default_factory=EngineSizes)
@@ -111,6 +113,8 @@ class Settings:
             redis_url=_redis_url(options["redis_url"]),
             log_level=options["log_level"],
             drain_seconds=options["drain_seconds"],
+            max_connections=options["max_connections"],
+            receive_seconds=options["receive_seconds"],
             engines=tuple(_engine_address(text) for text in options["engine_addresses"]),
             serve=_serve_options(options),
             sizes=EngineSizes(**{f.name: options[f.name] for f in fields(EngineSizes)}),
@@ -128,6 +132,7 @@ class Settings:
         values: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("home", "database_url", "blobs", "secrets", "host", "port")},
             **{name: getattr(self, name) for name in ("redis_url", "log_level", "drain_seconds")},
+            **{name: getattr(self, name) for name in ("max_connections", "receive_seconds")},
             **asdict(self.serve),
             **asdict(self.sizes),
             "engine_addresses": tuple(f"{e.model}={e.address}" for e in self.engines),
@@ -239,6 +244,8 @@ def serve_options() -> list[click.Option]:
         _option("--demo/--no-demo", "demo", default=None, help="Make two demo tenants at the first start."),
         _option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"),
         _option("--drain-seconds", type=click.FloatRange(0, 3600), default=30.0, help="Time to finish at SIGTERM."),
+        _option("--max-connections", type=_POSITIVE, default=4096, help="Connections of a gateway at once."),
+        _option("--receive-seconds", type=click.FloatRange(1, 3600), default=30.0, help=_RECEIVE_HELP),
         *_size_options(),
         _option("--engine-addresses", type=_LISTED, multiple=True, hidden=True, help="Set by serve for its gateways."),
     ]
@@ -274,6 +281,7 @@ _POSITIVE = click.IntRange(min=1)
 _MODEL_HELP = (
     "[NAME=]SOURCE: a recipe (smollm2-135m, smollm2-135m-moe8), a .gguf file, or a Hugging Face folder. Repeatable."
 )
+_RECEIVE_HELP = "Time for the head of a request to come, and how long its body may stand still."
 _VARIABLES = {"models": "MODEL", "engines_per_model": "ENGINES"}
 
 

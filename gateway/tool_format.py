@@ -17,7 +17,6 @@ from gateway.schemas import (
     ChatChunkChoice,
     ChatDelta,
     FunctionDelta,
-    ToolDelta,
 )
 from gateway.tools import Called, Event, Said, ToolReader
 from gateway.work import Work
@@ -96,11 +95,11 @@ def _events(reader: ToolReader, piece: Piece, *, last: bool = False) -> Iterator
         yield from reader.finish()
 
 
-def _delta(event: Event, *, first: bool) -> ToolDelta:
+def _delta(event: Event, *, first: bool) -> ChatDelta:
     """A call's beginning, or a piece of its arguments; the first of a choice also says who speaks."""
     if isinstance(event, Called):
         function = FunctionDelta(name=event.name, arguments="")
         calls = [CallDelta(index=event.index, id=event.call_id, type="function", function=function)]
-        return ToolDelta(role="assistant", content=None, tool_calls=calls) if first else ToolDelta(tool_calls=calls)
+        return ChatDelta(role="assistant", content=None, tool_calls=calls) if first else ChatDelta(tool_calls=calls)
     assert not isinstance(event, Said), "text is no delta of a call"
-    return ToolDelta(tool_calls=[CallDelta(index=event.index, function=FunctionDelta(arguments=event.text))])
+    return ChatDelta(tool_calls=[CallDelta(index=event.index, function=FunctionDelta(arguments=event.text))])

@@ -81,6 +81,8 @@ async def read_file(call: Call, name: str, path: Path, max_weights_bytes: int, l
         async for chunk in call.chunks(limit):
             await sink.write(chunk)
         await sink.flush()
+    if not sink.num_bytes:
+        raise invalid(f"'{name}' is empty.", name)
     return Received(sink.num_bytes, sink.sha256)
 
 

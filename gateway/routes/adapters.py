@@ -12,6 +12,7 @@ from gateway.adapters import Candidate, not_found
 from gateway.call import call_of
 from gateway.errors import ApiError, invalid
 from gateway.parts import Parts, parts_of, principal_of
+from gateway.resources import AdapterBody, AdapterDetail, AdapterFile, Deleted, Listed, LiveVersion
 from gateway.schemas import MAX_BODY_BYTES, Commit, Rollback, decode
 from gateway.upload import CONFIG, FILES, WEIGHTS, read_file, read_upload
 from tenants.directory import Principal
@@ -37,7 +38,7 @@ async def upload_adapter(request: Request) -> Response:
 @put(
     "/v1/adapters/{name:str}/files/{file:str}", status_code=200, request_max_body_size=None, opt=needs("adapters:write")
 )
-async def put_file(request: Request, name: FromPath[str], file: FromPath[str]) -> dict[str, Any]:
+async def put_file(request: Request, name: FromPath[str], file: FromPath[str]) -> AdapterFile:
     """One file of an upload as a plain body; the answer says what came. Kept for an hour, until its commit."""
     principal, parts, call = principal_of(request), parts_of(request), call_of(request.scope)
     with disk_may_be_full(), parts.adapters.staging(principal) as staged:
@@ -50,14 +51,13 @@ async def put_file(request: Request, name: FromPath[str], file: FromPath[str]) -
             await asyncio.to_thread(parts.uploads.put, principal.tenant_id, name, file, staged)
         except LimitExceeded as error:
             raise ApiError(f"This account's limit is reached: {error}.", code="limit_reached") from None
-    return {
-        "object": "adapter.file",
-        "adapter": name,
-        "file": file,
-        "size_bytes": received.size_bytes,
-        "sha256": received.sha256,
-        "expires_at": call.started_unix_ns // 1_000_000_000 + int(MAX_AGE_S),
-    }
+    return AdapterFile(
+        adapter=name,
+        file=file,
+        size_bytes=received.size_bytes,
+        sha256=received.sha256,
+        expires_at=call.started_unix_ns // 1_000_000_000 + int(MAX_AGE_S),
+    )
 
 
 @post("/v1/adapters/{name:str}/commit", status_code=201, opt=needs("adapters:write"))
@@ -93,23 +93,23 @@ async def _commit(parts: Parts, principal: Principal, name: str, body: Commit) -
 
 
 @get("/v1/adapters", opt=needs("adapters:read"))
-async def list_adapters(request: Request) -> dict[str, Any]:
+async def list_adapters(request: Request) -> Listed[AdapterBody]:
     versions = await parts_of(request).adapters.current(principal_of(request))
-    return {"object": "list", "data": [_version(version) for version in versions]}
+    return Listed(data=[_version(version) for version in versions])
 
 
 @get("/v1/adapters/{name:str}", opt=needs("adapters:read"))
-async def get_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
+async def get_adapter(request: Request, name: FromPath[str]) -> AdapterDetail:
     """The current version, and all live ones with the tiers of each engine that hold their weights."""
     adapters = parts_of(request).adapters
     current, versions = await adapters.versions(principal_of(request), name)
     residency = await adapters.residency(versions)
-    shown = [_version(version) | {"residency": residency[version.sha256]} for version in versions]
-    return _version(current) | {"versions": shown}
+    shown = [LiveVersion(**_facts(version), residency=residency[version.sha256]) for version in versions]
+    return AdapterDetail(**_facts(current), versions=shown)
 
 
 @post("/v1/adapters/{name:str}/rollback", status_code=200, opt=needs("adapters:write"))
-async def rollback_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
+async def rollback_adapter(request: Request, name: FromPath[str]) -> AdapterBody:
     principal = principal_of(request)
     body = decode(await call_of(request.scope).body(MAX_BODY_BYTES), Rollback)
     adapters = parts_of(request).adapters
@@ -117,7 +117,7 @@ async def rollback_adapter(request: Request, name: FromPath[str]) -> dict[str, A
 
 
 @delete("/v1/adapters/{name:str}", status_code=200, opt=needs("adapters:write"))
-async def delete_adapter(request: Request, name: FromPath[str]) -> dict[str, Any]:
+async def delete_adapter(request: Request, name: FromPath[str]) -> Deleted:
     """NAME with all its versions, or the one version NAME@VERSION."""
     adapters, principal = parts_of(request).adapters, principal_of(request)
     alias, at, version = name.partition("@")
@@ -127,7 +127,7 @@ async def delete_adapter(request: Request, name: FromPath[str]) -> dict[str, Any
         await adapters.delete_version(principal, alias, int(version))
     else:
         raise not_found(name)
-    return {"id": name, "object": "adapter", "deleted": True}
+    return Deleted(id=name)
 
 
 def _look(parts: Parts, principal: Principal):
@@ -142,10 +142,13 @@ def _expected_version(text: str | None) -> int | None:
     return int(text)
 
 
-def _version(version: AdapterVersion) -> dict[str, Any]:
+def _version(version: AdapterVersion) -> AdapterBody:
+    return AdapterBody(**_facts(version))
+
+
+def _facts(version: AdapterVersion) -> dict[str, Any]:
     return {
         "id": version.adapter_version_id,
-        "object": "adapter",
         "name": version.name,
         "version": version.version,
         "sha256": version.sha256,
@@ -154,7 +157,6 @@ def _version(version: AdapterVersion) -> dict[str, Any]:
         "target_modules": version.target_modules,
         "num_pairs_bound": version.num_pairs,
         "size_bytes": version.size_bytes,
-        "status": "ready",
         "warnings": version.warnings,
         "created_at": version.created_unix_ns // 1_000_000_000,
     }

@@ -1,7 +1,5 @@
 """GET /v1/requests/{id}: a request's receipt."""
 
-from typing import Any
-
 from litestar import Request, get
 from litestar.params import FromPath
 
@@ -9,12 +7,13 @@ from gateway.access import needs
 from gateway.errors import ApiError
 from gateway.parts import parts_of, principal_of
 from gateway.receipts import receipt_of
+from gateway.resources import Receipt
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 @get("/v1/requests/{request_id:str}", opt=needs("usage"))
-async def get_request(request: Request, request_id: FromPath[str]) -> dict[str, Any]:
+async def get_request(request: Request, request_id: FromPath[str]) -> Receipt:
     """As soon as the ledger has it. Raises ApiError 404 for absent and for another tenant's."""
     principal, parts = principal_of(request), parts_of(request)
     bare = request_id

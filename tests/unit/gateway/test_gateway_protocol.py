@@ -1,18 +1,45 @@
 """What reaches a gateway before it is a request: endless heads, broken ones, several at once. Raw sockets."""
 
+import asyncio
+import contextlib
 import json
 import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
 from gateway_harness import House, eventually
 
-from gateway.protocol import MAX_HEAD_BYTES
+from gateway.app import build_app
+from gateway.main import _Server, _uvicorn_config
+from gateway.protocol import MAX_HEAD_BYTES, Bounds
 
 CHUNK = 16_384
 
 
-def dial(house: House) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", house.port), timeout=20)
+def dial(house: House, port: int = 0) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port or house.port), timeout=20)
+
+
+@contextlib.contextmanager
+def another_port(house: House, bounds: Bounds) -> Iterator[int]:
+    """The house's gateway behind other bounds."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = _Server(_uvicorn_config(build_app(house.parts), bounds))
+    serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), house.loop)
+    eventually(lambda: server.started)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        serving.result(20)
+
+
+@pytest.fixture(scope="module")
+def hasty(house: House) -> Iterator[int]:
+    """A port where nothing may take longer than a moment."""
+    with another_port(house, Bounds(receive_s=0.2, idle_s=0.2)) as port:
+        yield port
 
 
 def until_end(connection: socket.socket) -> bytes:
@@ -20,6 +47,18 @@ def until_end(connection: socket.socket) -> bytes:
     while data := connection.recv(CHUNK):
         answer += data
     return answer
+
+
+def next_answer(connection: socket.socket) -> bytes:
+    """One whole answer that says how long it is."""
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += connection.recv(CHUNK)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(CHUNK)
+    return head + b"\r\n\r\n" + body
 
 
 def post(key: str, **body) -> bytes:
@@ -86,3 +125,96 @@ def test_a_caller_who_leaves_is_seen_by_the_request_that_runs_although_another_w
     receipt = house.receipt(key, request_id)
     assert receipt["status"] == 499
     eventually(lambda: not house.parts.pipeline.admission._tickets)
+
+
+PUT = b"PUT /v1/adapters/a/files/adapter_model.safetensors HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
+LATE = {
+    "half a head": b"GET /v1/models HTTP/1.1\r\nHost: ",
+    "no body": PUT + b"Content-Length: 5000\r\n\r\n",
+    "half a body": PUT + b"Content-Length: 5000\r\n\r\n" + b"x" * 100,
+    "half a chunk": PUT + b"Transfer-Encoding: chunked\r\n\r\n1000\r\nabc",
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_a_request_that_stops_coming_is_408_and_ends_its_connection(house: House, key: str, hasty: int, what: str):
+    with dial(house, hasty) as connection:
+        connection.sendall(LATE[what].replace(b"%s", key.encode()))
+        head, _, body = until_end(connection).partition(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(body)["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("start", [PUT + b"Content-Length: 50000\r\n\r\n", b"GET /v1/models HTTP/1.1\r\nX: "])
+def test_a_request_that_comes_a_byte_at_a_time_is_408(house: House, key: str, hasty: int, start: bytes):
+    ended = threading.Event()
+    with dial(house, hasty) as connection:
+        connection.sendall(start.replace(b"%s", key.encode()))
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.02):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        answer = connection.recv(CHUNK)
+        ended.set()
+        thread.join()
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_on_which_nothing_was_said_is_closed_without_a_word(house: House, hasty: int):
+    with dial(house, hasty) as connection:
+        assert until_end(connection) == b""
+
+
+def test_a_connection_between_requests_is_kept_for_a_while_and_closed(house: House, key: str, hasty: int):
+    with dial(house, hasty) as connection:
+        for _ in range(2):
+            connection.sendall(post(key, max_tokens=1))
+            assert next_answer(connection).startswith(b"HTTP/1.1 200 ")
+        assert until_end(connection) == b""
+
+
+def test_an_answer_may_take_longer_than_a_request_although_the_next_is_half_there(house: House, key: str, hasty: int):
+    with dial(house, hasty) as connection:
+        connection.sendall(post(key, max_tokens=120, n=32, stream=True) + b"GET /v1/mod")
+        answer = until_end(connection)
+
+    assert b"data: [DONE]" in answer
+
+
+def test_one_connection_too_many_is_503_and_the_others_are_served(house: House, key: str):
+    with (
+        another_port(house, Bounds(max_connections=2)) as port,
+        dial(house, port) as first,
+        dial(house, port) as second,
+    ):
+        for connection in (first, second):
+            connection.sendall(post(key, max_tokens=1))
+            assert next_answer(connection).startswith(b"HTTP/1.1 200 ")
+        with dial(house, port) as third:
+            head, _, body = until_end(third).partition(b"\r\n\r\n")
+        first.sendall(post(key, max_tokens=1))
+        assert next_answer(first).startswith(b"HTTP/1.1 200 ")
+
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: " in head
+    assert json.loads(body)["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [("CONNECT x:443", 400), ("CONNECT /v1/models", 405), ("NONSENSE /v1/models", 400), ("TRACE /v1/models", 405)],
+)
+def test_methods_of_proxies_and_of_nobody_are_refused_in_our_shape(house: House, line: str, status: int):
+    with dial(house) as connection:
+        connection.sendall(f"{line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        head, _, body = until_end(connection).partition(b"\r\n\r\n")
+
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"\r\nx-request-id: " in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"

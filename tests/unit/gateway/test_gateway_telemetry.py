@@ -1,46 +1,23 @@
 """One trace a request over the real wire, and what happens to spans that nobody takes."""
 
-import gzip
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from gateway_harness import House, eventually
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.telemetry import Metrics
 from gateway.tracing import MAX_QUEUED_SPANS, SpanSink
+from tests.otlp import collecting
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 @pytest.fixture
 def collector():
-    """An OTLP/HTTP endpoint; ``spans`` is what came."""
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                for scope in resource.scope_spans:
-                    server.spans += scope.spans
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Collector)
-    server.spans = []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with collecting() as server:
+        yield server
 
 
 @pytest.fixture
