@@ -38,10 +38,11 @@ class Magnitude:
 def measure(file: BinaryIO, entry: TensorEntry) -> Magnitude:
     largest = squares = 0.0
     for data in chunks(file, entry):
-        values = _floats(data, entry.dtype)
-        magnitude = float(np.abs(values).max())  # NaN wins over every number
+        with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+            values = _floats(data, entry.dtype)
+            magnitude = float(np.abs(values).max())  # NaN wins over every number
+            squares += float(np.square(values, dtype=np.float64).sum())
         largest = max(largest, magnitude if np.isfinite(magnitude) else np.inf)
-        squares += float(np.square(values, dtype=np.float64).sum())
     return Magnitude(largest, squares**0.5)
 
 

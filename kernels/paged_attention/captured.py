@@ -36,7 +36,8 @@ from kernels.upload import spans
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
     """What a captured step has at most: ``num_sequences`` of up to ``max_tokens`` tokens, each with ``num_queries``
-    (1, or the drafted tokens to check and one). ``has_groups``: some may share prefixes (one query, no window)."""
+    (1, or the drafted tokens to check and one; at most GROUP_ROWS with the heads of a group). ``has_groups``: some may
+    share prefixes (one query, no window)."""
 
     num_sequences: int
     max_tokens: int
@@ -68,7 +69,7 @@ class DecodeShape:
         items = self.most_items("split_work", count) * COLUMNS
         group_items = 0
         if self.has_groups:
-            pieces = count * self.rows // GROUP_ROWS + count // 2 + 1
+            pieces = count // (GROUP_ROWS // self.rows) + count // 2 + 1
             group_items = self.most_items("group_work", pieces) * COLUMNS
         return spans([count + 1, count, count, 2, count * COLUMNS, items, group_items])
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.paged_attention.work import AttentionWork, build_work
+from kernels.paged_attention.work import GROUP_ROWS, AttentionWork, build_work
 
 TILE = 128  # keys that are scored together; a multiple fixed for all, since it decides the order of summation
 MAX_SCORES = 1 << 24  # of a chunk, kept at a time: longer chunks are cut, which changes no bit
@@ -213,6 +213,7 @@ def plan_attention(
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
     assert not (groups and sliding_window), "a window cuts what is shared"
+    assert not groups or num_heads // num_kv_heads <= GROUP_ROWS, (num_heads, num_kv_heads)
     for group in groups:
         assert group.num_tokens % block_size == 0, group
         assert all(group.num_tokens < context_lens[member] for member in group.members), group

@@ -29,7 +29,7 @@ CHUNK_STEP = 64  # keys: chunks of a split sequence are multiples of it
 GROUP_ROWS = 64  # of a program of a group: always, so that a row's bits do not depend on the group's size
 COLUMNS = 8  # of an item and of a merge, int32
 # partial: the first of the rows of partial results that a piece writes; -1: the rows see no other chunk. Of a group
-# ``sequence`` is its first place in the list of members, and num_rows counts the rows of all members.
+# ``sequence`` is its first place in the list of members, and num_rows the end of the rows (of all members) it takes.
 ITEM = ("sequence", "first_row", "num_rows", "first_key", "last_key", "partial")
 MERGE = ("sequence", "first_row", "num_rows", "own_first", "own_count", "group_first", "group_stride", "group_count")
 
@@ -132,22 +132,23 @@ def merges_of(pieces: Pieces, own: Cut) -> Numbers:
 
 
 def group_pieces(sizes: Numbers, shared: Numbers, group: int) -> Pieces:
-    """Groups of so many members each over so many shared keys, cut into GROUP_ROWS rows."""
-    rows = sizes * group
-    pieces = -(-rows // GROUP_ROWS)
+    """Groups of so many members each over so many shared keys, cut into at most GROUP_ROWS rows of whole members."""
+    together = GROUP_ROWS // group
+    pieces = -(-sizes // together)
     owner = np.repeat(np.arange(len(sizes)), pieces)
-    number = np.arange(len(owner)) - (pieces.cumsum() - pieces)[owner]
+    first_row = (np.arange(len(owner)) - (pieces.cumsum() - pieces)[owner]) * together * group
+    last_row = np.minimum(sizes[owner] * group, first_row + together * group)
     first_member = (sizes.cumsum() - sizes)[owner]
-    return Pieces(first_member, number * GROUP_ROWS, rows[owner], np.zeros_like(owner), shared[owner])
+    return Pieces(first_member, first_row, last_row, np.zeros_like(owner), shared[owner])
 
 
 def group_columns(sizes: Numbers, group: int, pieces: Pieces, cut_pieces: Cut) -> Numbers:
     """For every member, in order: where its first row of partial results stands, the rows from one chunk to the next,
     the number of chunks, [members, 3]."""
+    together = GROUP_ROWS // group
     number = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)  # within the own group
-    first_piece = np.repeat((pieces.first_row == 0).nonzero()[0], sizes)
-    piece = first_piece + number * group // GROUP_ROWS
-    offset = cut_pieces.first[piece] + number * group % GROUP_ROWS
+    piece = np.repeat((pieces.first_row == 0).nonzero()[0], sizes) + number // together
+    offset = cut_pieces.first[piece] + number % together * group
     return np.stack((offset, np.full_like(offset, GROUP_ROWS), cut_pieces.counts[piece]), 1)
 
 

@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """One program takes HEADS heads of a token: query and key heads are turned, value heads copied; the halves of a head
 stay in registers from its norm to its store. What it rounds on the way is what the ops one by one round."""
 

@@ -6,10 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.sgmv.plan import Segments, SgmvPlan
+from kernels.sgmv.plan import Segments, SgmvPlan, cut_rows
 from kernels.upload import spans
 
-SEGMENT_ROWS = 16  # of one slot that a program takes
+SEGMENT_ROWS = 16  # of one slot that a program takes in a large step
+# Up to here each row is by itself, whatever the mix: 64 rows of 64 adapters 9.9 µs instead of 11.7, of 8 adapters 7.2
+# instead of 6.7. 256 rows of 8 adapters would take 24 instead of 13.
+SPARSE_ROWS = 64
 
 
 def segment_numbers(num_rows: int) -> int:
@@ -23,33 +26,35 @@ def fill_segments(out: NDArray[np.int32], row_slots: Sequence[int], num_rows: in
     assert len(row_slots) <= num_rows, (len(row_slots), num_rows)
     rows, table = (out[place] for place in _places(num_rows))
     table = table.reshape(-1, 4)
-    slots = np.asarray(row_slots, dtype=np.int64)
-    order = slots.argsort(kind="stable")
-    order = order[slots[order] >= 0]
+    order, segments = cut_rows(np.asarray(row_slots, dtype=np.int64), _segment_rows(num_rows))
     rows[: len(order)] = order
     rows[len(order) :] = 0
-    _, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
-    pieces = -(-counts // SEGMENT_ROWS)
-    owner = np.repeat(np.arange(len(counts)), pieces)
-    number = np.arange(len(owner)) - (pieces.cumsum() - pieces)[owner]
-    first = starts[owner] + number * SEGMENT_ROWS
-    table[: len(owner), 0] = first
-    table[: len(owner), 1] = np.minimum(SEGMENT_ROWS, starts[owner] + counts[owner] - first)
-    table[: len(owner), 2] = slots[order][starts[owner]]
-    table[len(owner) :] = (0, 0, empty_slot, 0)
+    table[: len(segments)] = segments
+    table[len(segments) :] = (0, 0, empty_slot, 0)
 
 
 class CapturedSgmv(SgmvPlan):
-    """A plan for ``num_rows`` rows over ``memory`` [segment_numbers] int32 on the device."""
+    """A plan for ``num_rows`` rows over ``memory`` [segment_numbers] int32 on the device.
+
+    It serves any mix of adapters whose slices have a ``rank_table``, which has an entry for ``empty_slot`` too;
+    ``lora_ranks[empty_slot]`` of a slice is what no rank in use is above. Run the step once before it is captured.
+    """
 
     def __init__(self, memory: Tensor, num_rows: int, empty_slot: int) -> None:
         super().__init__(num_rows, {empty_slot: list(range(num_rows))}, memory.device)
         rows, table = (memory[place] for place in _places(num_rows))
-        self._segments[SEGMENT_ROWS] = Segments(rows, table.view(-1, 4))
+        self._segments[_segment_rows(num_rows)] = Segments(rows, table.view(-1, 4))
+
+    def is_sparse(self, most_rows: int) -> bool:
+        return _segment_rows(self.num_rows) == 1
 
     def segments(self, most_rows: int) -> Segments:
-        assert most_rows == SEGMENT_ROWS, f"segments of {most_rows} rows are not in memory"
+        assert most_rows in self._segments, f"segments of {most_rows} rows are not in memory"
         return self._segments[most_rows]
+
+
+def _segment_rows(num_rows: int) -> int:
+    return 1 if num_rows <= SPARSE_ROWS else SEGMENT_ROWS
 
 
 def _places(num_rows: int) -> list[slice]:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.upload import upload
@@ -38,7 +40,7 @@ class Group:
 @dataclass(frozen=True)
 class Segments:
     """For the GPU: ``rows`` [rows with a slot] int32, sorted by slot, and ``table`` [segments, 4] int32: where in
-    ``rows`` a segment begins, its number of rows, its slot, 0."""
+    ``rows`` a segment begins, its number of rows (0: none, of a captured step with fewer segments), its slot, 0."""
 
     rows: Tensor
     table: Tensor
@@ -60,15 +62,16 @@ class SgmvPlan:
             self._segments[most_rows] = self._make_segments(most_rows)
         return self._segments[most_rows]
 
+    def is_sparse(self, most_rows: int) -> bool:
+        """Whether slots have at most ``most_rows`` rows on average: then a GPU takes each row by itself."""
+        return sum(map(len, self.rows_of_slot.values())) <= most_rows * len(self.rows_of_slot)
+
     def _make_segments(self, most_rows: int) -> Segments:
-        rows: list[int] = []
-        table: list[int] = []
-        for slot in sorted(self.rows_of_slot):
-            own = self.rows_of_slot[slot]
-            for first in range(0, len(own), most_rows):
-                table += (len(rows) + first, min(most_rows, len(own) - first), slot, 0)
-            rows += own
-        on_device = upload([rows, table], self.device)
+        row_slots = np.full(self.num_rows, -1, dtype=np.int64)
+        for slot, own in self.rows_of_slot.items():
+            row_slots[own] = slot
+        rows, table = cut_rows(row_slots, most_rows)
+        on_device = upload([rows, table.ravel()], self.device)
         return Segments(on_device[0], on_device[1].view(-1, 4))
 
     def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
@@ -122,3 +125,17 @@ def plan_sgmv(row_slots: list[int], device: torch.device) -> SgmvPlan:
         if slot >= 0:
             rows_of_slot.setdefault(slot, []).append(row)
     return SgmvPlan(len(row_slots), rows_of_slot, device)
+
+
+def cut_rows(row_slots: NDArray[np.int64], most_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The slot of each row, -1 = none → ``rows`` and ``table`` of Segments of at most ``most_rows`` rows."""
+    rows = row_slots.argsort(kind="stable")
+    rows = rows[row_slots[rows] >= 0]
+    slots = row_slots[rows]
+    first = np.flatnonzero(np.diff(slots, prepend=-1))
+    lengths = np.diff(first, append=len(slots))
+    pieces = -(-lengths // most_rows)
+    owner = np.repeat(np.arange(len(first)), pieces)
+    begin = (np.arange(len(owner)) - (pieces.cumsum() - pieces)[owner]) * most_rows
+    count = np.minimum(lengths[owner] - begin, most_rows)
+    return rows, np.stack((first[owner] + begin, count, slots[first][owner], np.zeros_like(count)), 1)

@@ -1,6 +1,7 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
-"""Two launches for all slices of a projection: shrink stores its sums over parts of ``in`` (split-K), expand adds
-them in their order, multiplies by B and adds the result to y. No atomics, nothing to clear before.
+"""For prompts; a decode takes triton_vector.py. Two launches for all slices of a projection: shrink stores its sums
+over parts of ``in`` (split-K), expand adds them in their order, multiplies by B and adds the result to y. No atomics,
+nothing to clear before.
 
 Rows stand sorted by slot in segments of at most BLOCK_M of one slot (plan.py); a slot is read at its own rank. The
 shrunk row is split into two numbers of the weights' dtype, so that the tensor cores lose nothing of it.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sgmv import LoraSlice
+from kernels.sgmv import LoraSlice, triton_vector
 from kernels.sgmv.plan import Segments, SgmvPlan
 from kernels.tiles import power_of_2, tiles
 
@@ -52,7 +53,7 @@ def _shrink(
     p_slice = p_slices + i_slice * COLUMNS
     p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
     lora_rank = tl.load(p_ranks + i_slot)
-    if lora_rank == 0:
+    if (lora_rank == 0) | (num_own == 0):
         return
     p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty)), 16)  # bytes
     num_ranks = tl.load(p_slice + 5)
@@ -112,7 +113,7 @@ def _expand(
     i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
     p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
     lora_rank = tl.load(p_ranks + i_slot)
-    if (lora_rank == 0) | (i_column >= size_out):
+    if (lora_rank == 0) | (num_own == 0) | (i_column >= size_out):
         return
     p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_y.dtype.element_ty)), 16)  # bytes
     num_ranks = tl.load(p_slice + 5)
@@ -153,10 +154,19 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
     lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
     if not lora_rank:
         return
+    table = _slice_table(tuple(map(_slice_row, slices)), x.device)
+    if plan.is_sparse(tiles("sgmv_form", x.device, tokens=plan.num_rows)["rows_of_slot"]):
+        triton_vector.sgmv(y, x, slices, plan.segments(1), table, lora_rank)
+    else:
+        _by_matrices(y, x, slices, plan, table, lora_rank)
+
+
+def _by_matrices(
+    y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int
+) -> None:
     shrink = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
     expand = tiles("sgmv_expand", x.device, tokens=plan.num_rows, rank=lora_rank)
     segments = plan.segments(shrink["block_m"])
-    table = _slice_table(tuple(map(_slice_row, slices)), x.device)
     block_r = max(16, power_of_2(lora_rank))
     shape = (len(slices), shrink["split"], len(segments.rows), block_r)
     partials = torch.empty(shape, dtype=torch.float32, device=x.device)

@@ -1,6 +1,7 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
-    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,norm] [--no-variants]
+    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,norm,quantised]
+        [--checks NAMES] [--match CASES] [--no-variants]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
 later, go in processes beside each other (Triton's compiler takes one core each); the timing then has the GPU alone.
@@ -10,16 +11,18 @@ FOLDER/gpu_kernels.json holds every row. Ends with 1 if a check failed.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("decode", "prefill", "lora", "norm")
+SECTIONS = ("decode", "prefill", "lora", "norm", "quantised")
 MOST_PROCESSES = 14
-TIMED_S = {"decode": 110, "prefill": 40, "lora": 110, "norm": 25}  # at most; what is left out is said
+TIMED_S = {"decode": 110, "prefill": 40, "lora": 110, "norm": 25, "quantised": 40}  # at most; what is left out is said
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "tenora_triton_cache"))
 
@@ -28,6 +31,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--only", default="checks,ceilings," + ",".join(SECTIONS))
+    parser.add_argument("--checks", default="", help="only those whose names begin so, by commas")
+    parser.add_argument("--match", default="", help="only the cases whose names this regular expression finds")
     parser.add_argument("--no-variants", action="store_true")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--warm", help=argparse.SUPPRESS)
@@ -35,18 +40,18 @@ def main() -> int:
     if options.check:
         return run_check(options.check)
     if options.warm:
-        return warm(*options.warm.split(":"), variants_too=not options.no_variants)
+        return warm(*options.warm.split(":"), match=options.match, variants_too=not options.no_variants)
     chosen = options.only.split(",")
     began = time.monotonic()
     report: dict[str, Any] = {"meta": machine(), "command": sys.argv, "checks": {}, "rows": []}
     print(json.dumps(report["meta"]), flush=True)
-    report["checks"] = beside_each_other(chosen, options.no_variants)
+    report["checks"] = beside_each_other(chosen, options)
     print(f"== checked and compiled in {time.monotonic() - began:.0f} s", flush=True)
     if "ceilings" in chosen:
         report["ceilings"] = ceilings()
     for section in SECTIONS:
         if section in chosen:
-            report["rows"] += time_section(section, with_variants=not options.no_variants)
+            report["rows"] += time_section(section, options.match, with_variants=not options.no_variants)
             save(options.out, report)
     print_tables(report)
     print(f"== {time.monotonic() - began:.0f} s in all", flush=True)
@@ -65,17 +70,17 @@ def save(folder: Path, report: dict[str, Any]) -> None:
     (folder / "gpu_kernels.json").write_text(json.dumps(report, indent=0))
 
 
-def beside_each_other(chosen: list[str], no_variants: bool) -> dict[str, str]:
+def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[str, str]:
     """Every check and the warming of every section, as processes; what each check said."""
     jobs: list[tuple[str, list[str]]] = []
     if "checks" in chosen:
-        from ops.bench.gpu.checks import CHECKS
-
-        jobs += [(name, ["--check", name]) for name in CHECKS]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1}
+        jobs += [
+            (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
+        ]
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1, "quantised": 1}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
-            flags = ["--no-variants"] if no_variants else []
+            flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
             jobs.append((f"warm {section} {part}", ["--warm", f"{section}:{part}:{parts[section]}", *flags]))
     waiting, running, said = list(jobs), {}, {}
     while waiting or running:
@@ -95,21 +100,28 @@ def beside_each_other(chosen: list[str], no_variants: bool) -> dict[str, str]:
     return {name: text for name, text in said.items() if not name.startswith("warm")}
 
 
+def all_checks() -> dict[str, Callable[[], None]]:
+    from ops.bench.gpu import cases_quantised, checks, checks_captured
+
+    own = {"quantised": cases_quantised.quantised_linear_against_float64}
+    return {**checks.CHECKS, **checks_captured.CHECKS, **own}
+
+
 def run_check(name: str) -> int:
     import torch
 
-    from ops.bench.gpu.checks import CHECKS, fresh_memory_is_nan
+    from ops.bench.gpu.checks import fresh_memory_is_nan
 
     torch.manual_seed(0)
     began = time.monotonic()
     with fresh_memory_is_nan():
-        CHECKS[name]()
+        all_checks()[name]()
     torch.cuda.synchronize()
     print(f"{time.monotonic() - began:.0f} s, at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     return 0
 
 
-def warm(section: str, part: str, parts: str, *, variants_too: bool) -> int:
+def warm(section: str, part: str, parts: str, *, match: str, variants_too: bool) -> int:
     """Runs every launch of a part of a section once, so that it is compiled when it is timed."""
     import torch
 
@@ -117,7 +129,7 @@ def warm(section: str, part: str, parts: str, *, variants_too: bool) -> int:
 
     Pool.num_blocks = 40_000  # the memory is shared by all processes
     failed = 0
-    for label, rows, case in jobs_of(section, variants_too)[int(part) :: int(parts)]:
+    for label, rows, case in jobs_of(section, match, variants_too)[int(part) :: int(parts)]:
         try:
             with other_rows(rows):
                 case.build().calls[0]()
@@ -129,14 +141,23 @@ def warm(section: str, part: str, parts: str, *, variants_too: bool) -> int:
     return int(failed > 0)
 
 
-def jobs_of(section: str, variants_too: bool) -> list[tuple[str, dict[str, dict[str, int]], Any]]:
+def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, dict[str, dict[str, int]], Any]]:
     from ops.bench.gpu.cases import cases
+    from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
+    from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.variants import variants
 
-    own = {case.name: case for case in cases() if case.section == section}
+    found = [
+        case
+        for case in (*cases(), *captured_cases(), *sampling_cases(), *quantised_cases())
+        if re.search(match, case.name)
+    ]
+    own = {case.name: case for case in found if case.section == section}
     jobs: list[tuple[str, dict[str, dict[str, int]], Any]] = [("", {}, case) for case in own.values()]
     if variants_too:
-        jobs += [(label, rows, own[name]) for label, rows, names in variants()[section] for name in names]
+        jobs += [
+            (label, rows, own[name]) for label, rows, names in variants()[section] for name in names if name in own
+        ]
     return jobs
 
 
@@ -158,7 +179,7 @@ class other_rows:
         tiles._table = self.original
 
 
-def time_section(section: str, *, with_variants: bool) -> list[dict[str, Any]]:
+def time_section(section: str, match: str, *, with_variants: bool) -> list[dict[str, Any]]:
     import torch
 
     from ops.bench.gpu.timing import median_us
@@ -167,7 +188,7 @@ def time_section(section: str, *, with_variants: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     ends = time.monotonic() + TIMED_S[section]
     left_out = 0
-    for label, replaced, case in jobs_of(section, with_variants):
+    for label, replaced, case in jobs_of(section, match, with_variants):
         if time.monotonic() > ends:
             left_out += 1
             continue

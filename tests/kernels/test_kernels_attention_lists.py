@@ -46,9 +46,11 @@ def captured(lengths: list[int], shape: DecodeShape, groups: tuple[PrefixGroup, 
     return captured_plan(memory, torch.zeros(shape.num_sequences, 2500, dtype=torch.int32), shape).work
 
 
-def eager(lengths: list[int], groups: tuple[PrefixGroup, ...] = (), window: int | None = None) -> AttentionWork:
+def eager(
+    lengths: list[int], groups: tuple[PrefixGroup, ...] = (), window: int | None = None, num_heads: int = 32
+) -> AttentionWork:
     starts, tables = list(range(len(lengths) + 1)), torch.zeros(len(lengths), 2500, dtype=torch.int64)
-    sizes = {"block_size": 16, "num_heads": 32, "num_kv_heads": 8, "sliding_window": window}
+    sizes = {"block_size": 16, "num_heads": num_heads, "num_kv_heads": 8, "sliding_window": window}
     return plan_attention(tables, starts, lengths, **sizes, groups=groups).work
 
 
@@ -86,25 +88,40 @@ def test_the_lists_fit_into_their_memory_however_long_the_sequences_are(count, w
         captured(lengths, shape, pairs if with_groups else ())
 
 
-def test_every_key_of_a_row_is_in_one_piece_and_every_partial_row_has_one_writer():
-    lengths = lengths_of(40, least=3000)
-    groups = (PrefixGroup((0, 3, 17, 39), 2992), PrefixGroup((5, 6, 7), 1600))
+@pytest.mark.parametrize("heads", [1, 3, 4, 9])
+def test_every_row_finds_each_of_its_keys_once_in_the_pieces_that_it_merges(heads):
+    lengths = lengths_of(120, most=9000, least=3000)
+    groups = (PrefixGroup(tuple(range(0, 117, 3)), 2992), PrefixGroup((4, 5, 7), 1600))
 
-    work = eager(lengths, groups)
+    work = eager(lengths, groups, num_heads=8 * heads)
 
-    seen = {sequence: np.zeros(length, dtype=int) for sequence, length in enumerate(lengths)}
-    written: list[int] = []
+    keys_of: dict[tuple[int, int, int], tuple[int, int]] = {}  # partial row (or none), sequence, row → its keys
     members = work.members.tolist()
     for launch in work.launches:
-        for sequence, first_row, num_rows, first, last, partial, *_ in launch.items.tolist():
-            rows = range(first_row, min(first_row + launch.block_m, num_rows))
-            written += [partial + row - first_row for row in rows] if partial >= 0 else []
-            owners = {members[sequence + row // 4] for row in rows} if launch.is_group else {sequence}
-            for owner in owners:
-                seen[owner][first:last] += 1
-    assert all((count == 1).all() for count in seen.values())
-    assert len(set(written)) == len(written)
-    assert max(written) < work.num_partials
+        for sequence, first_row, last_row, first, last, partial, *_ in launch.items.tolist():
+            for row in range(first_row, min(first_row + launch.block_m, last_row if launch.is_group else heads)):
+                owner = members[sequence + row // heads] if launch.is_group else sequence
+                place = partial + row - first_row if partial >= 0 else -1
+                assert (place, owner, row % heads) not in keys_of
+                keys_of[place, owner, row % heads] = (first, last)
+    places = [place for place, *_ in keys_of if place >= 0]
+    assert len(set(places)) == len(places)
+    assert max(places) < work.num_partials
+    merges = {merge[0]: merge for merge in work.merges.tolist()}
+    for sequence, length in enumerate(lengths):
+        for row in range(heads):
+            spans = [keys_of[place, sequence, row] for place in _merged(merges.get(sequence), row, heads)]
+            assert [first for first, _ in spans] == [0, *(last for _, last in spans[:-1])]
+            assert spans[-1][1] == length
+
+
+def _merged(merge: list[int] | None, row: int, heads: int) -> list[int]:
+    """Places of the partial results of a row, in the order of merging."""
+    if merge is None:
+        return [-1]
+    _, _, _, own_first, own_count, group_first, group_stride, group_count = merge
+    shared = [group_first + chunk * group_stride + row for chunk in range(group_count)]
+    return shared + [own_first + chunk * heads + row for chunk in range(own_count)]
 
 
 def test_a_length_that_does_not_fit_is_refused():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = sorted((Path(__file__).parents[2] / "kernels").glob("*/triton_kernel.py"))
+SOURCES = sorted((Path(__file__).parents[2] / "kernels").glob("*/triton_*.py"))
 WIDE = "to(tl.int64)"
 
 
@@ -70,7 +70,7 @@ def _wide_names(function: ast.FunctionDef) -> set[str]:
     return wide
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=[path.parent.name for path in SOURCES])
+@pytest.mark.parametrize("path", SOURCES, ids=[f"{path.parent.name}/{path.stem}" for path in SOURCES])
 def test_a_kernel_keeps_the_rules(path):
     assert complaints(path.read_text()) == []
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention import paged_attention, plan_attention
+from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.rms_norm import add_rms_norm
-from kernels.rope import rope, rope_table
+from kernels.rope import rope_table
 from kernels.sgmv import LoraSlice, plan_sgmv, sgmv
-from kernels.store_kv import store_kv
+from kernels.silu_mul import silu_mul
 from ops.bench.gpu.timing import num_sets
 
 DEVICE = torch.device("cuda")
@@ -181,8 +182,8 @@ def norm(num_rows: int) -> Built:
     return Built(calls, verify)
 
 
-def rope_and_store(num_rows: int) -> Built:
-    """Two launches: queries and keys turned, keys and values stored."""
+def rope_and_store(num_rows: int, with_norms: bool = False) -> Built:
+    """Queries and keys turned, keys and values stored."""
     table = rope_table(5e5 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM), 8192)
     positions = torch.randint(0, 8192, (num_rows,), device=DEVICE)
     slots = torch.randperm((num_rows // 16 + 1) * 16, device=DEVICE)[:num_rows]
@@ -195,20 +196,37 @@ def rope_and_store(num_rows: int) -> Built:
         for _ in range(count)
     ]
 
+    norms = HeadNorms(random(HEAD_DIM), random(HEAD_DIM), 1e-6) if with_norms else None
+
     def call(heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        turned = rope(heads[:, : HEADS + KV_HEADS], positions, table)
-        store_kv(turned[:, HEADS:], heads[:, HEADS + KV_HEADS :], keys, values, slots)
-        return turned
+        turned, rest = heads[:, : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :]
+        return qk_rope_kv(turned, rest, positions, table, keys, values, slots, norms)
 
     def verify() -> float:
         heads, keys, _ = sets[0]
         turned = call(*sets[0])
         cosines, sines = table[positions].unsqueeze(2).unbind(1)
-        first, second = heads[:, : HEADS + KV_HEADS].float().chunk(2, -1)
-        expected = heads[:, : HEADS + KV_HEADS].float() * cosines + torch.cat((-second, first), -1) * sines
-        return max(error(turned, expected), error(keys.view(-1, KV_HEADS, HEAD_DIM)[slots], expected[:, HEADS:]))
+        own = heads[:, : HEADS + KV_HEADS].float()
+        if norms is not None:
+            own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + 1e-6)
+            own = torch.cat((own[:, :HEADS] * norms.query.float(), own[:, HEADS:] * norms.key.float()), 1)
+        first, second = own.chunk(2, -1)
+        expected = own * cosines + torch.cat((-second, first), -1) * sines
+        return max(
+            error(turned, expected[:, :HEADS]), error(keys.view(-1, KV_HEADS, HEAD_DIM)[slots], expected[:, HEADS:])
+        )
 
     return Built([lambda one=one: call(*one) for one in sets], verify)
+
+
+def silu(num_rows: int, size: int = 14336) -> Built:
+    sets = [random(num_rows, 2 * size) for _ in range(num_sets(num_rows * size * 6))]
+
+    def verify() -> float:
+        gate, up = sets[0].float().chunk(2, -1)
+        return error(silu_mul(sets[0]), torch.nn.functional.silu(gate) * up)
+
+    return Built([lambda x=x: silu_mul(x) for x in sets], verify)
 
 
 def ragged_lengths() -> dict[int, list[int]]:
@@ -309,6 +327,7 @@ def _lora_cases() -> list[Case]:
         _lora([16] * 8, 2048, "r=16", (39, 24, 18)),
         _lora([16], 16, "r=16", (None, None, None)),
         _lora([16] * 8, 64, "r=16", (None, None, None)),
+        _lora([16] * 8, 256, "r=16", (None, None, None)),
         _lora([16] * 64, 64, "r=16 14336→4096", (None, None, None), size_in=14336),
     ]
 
@@ -330,6 +349,11 @@ def _norm_cases() -> list[Case]:
     for num_rows, figures in ((64, (7.6, 5, 3)), (1024, (23.1, 12, 8)), (4096, (82.5, 40, 27))):
         num_bytes = num_rows * (HEADS + 2 * KV_HEADS) * HEAD_DIM * 4.0
         found.append(
-            Case("norm", f"rope + KV T={num_rows}", lambda n=num_rows: rope_and_store(n), num_bytes, 0.0, 2, *figures)
+            Case("norm", f"rope + KV T={num_rows}", lambda n=num_rows: rope_and_store(n), num_bytes, 0.0, 1, *figures)
         )
+        normed = lambda n=num_rows: rope_and_store(n, with_norms=True)  # noqa: E731
+        found.append(Case("norm", f"norms + rope + KV T={num_rows}", normed, num_bytes, 0.0, 1, *figures))
+    for num_rows in (64, 1024, 4096):
+        num_bytes = num_rows * 14336 * 6.0
+        found.append(Case("norm", f"silu x up 14336 T={num_rows}", lambda n=num_rows: silu(n), num_bytes, 0.0, 1))
     return found

@@ -12,48 +12,37 @@ Variant = tuple[str, Rows, tuple[str, ...]]
 
 def variants() -> dict[str, list[Variant]]:
     """By section: a label, the rows that take the place of the tables', and the cases to try them on."""
-    return {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm()}
+    return {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm(), "quantised": _quantised()}
 
 
 def _decode() -> list[Variant]:
-    cases = ("B=1 1k", "B=1 8k", "B=1 32k", "B=17 4k", "B=32 4k", "B=128 4k", "B=64 ragged 1k-32k")
-    decode = (
-        [
-            (
-                f"tile {tile} warps {warps} stages {stages}",
-                _rows("attend_split", tile=tile, num_warps=warps, num_stages=stages),
-            )
-            for tile, warps, stages in (
-                (64, 4, 3),
-                (64, 8, 5),
-                (32, 4, 3),
-                (32, 4, 5),
-                (32, 2, 5),
-                (128, 8, 5),
-                (64, 4, 7),
-                (16, 2, 7),
-            )
-        ]
-        + [
-            (
-                f"chunks {low}-{high} items {items}",
-                _rows("split_work", min_chunk=low, max_chunk=high, target_items=items),
-            )
-            for low, high, items in (
-                (64, 1024, 264),
-                (64, 1024, 1056),
-                (128, 1024, 528),
-                (64, 512, 528),
-                (64, 2048, 396),
-                (64, 4096, 396),
-            )
-        ]
-        + [
-            ("merge 32 chunks", _rows("merge", chunks=32, num_warps=4, pdl=0)),
-            ("merge pdl", _rows("merge", chunks=16, num_warps=4, pdl=1)),
-        ]
+    groups = ("grouped 64 x (4k shared + 1024 own)", "grouped 64 x (4k shared + 64 own)")
+    captured = (
+        "captured B=1 1k",
+        "captured B=8 4k",
+        "captured B=32 4k",
+        "captured B=64 4k",
+        "captured B=64 ragged 1k-32k",
     )
-    return [(*one, cases) for one in decode]
+    return [
+        *(
+            (f"group chunks {chunk}", _rows("group_work", min_chunk=chunk, max_chunk=chunk, target_items=1), groups)
+            for chunk in (384, 640)
+        ),
+        *(
+            (
+                f"captured registers {registers}",
+                _rows("attend_split", tile=64, num_warps=4, num_stages=5, captured_registers=registers),
+                captured,
+            )
+            for registers in (168, 255)
+        ),
+        (
+            "captured 3 stages",
+            _rows("attend_split", tile=64, num_warps=4, num_stages=3, captured_registers=224),
+            captured,
+        ),
+    ]
 
 
 def _prefill() -> list[Variant]:
@@ -65,69 +54,82 @@ def _prefill() -> list[Variant]:
                 "chunk_work": {"block_m": rows, "max_chunk": 16384},
             },
         )
-        for rows, tile, warps, stages in (
-            (128, 64, 8, 3),
-            (128, 128, 8, 3),
-            (128, 128, 8, 5),
-            (128, 32, 8, 5),
-            (64, 64, 4, 3),
-            (64, 64, 4, 5),
-            (64, 128, 4, 3),
-            (128, 64, 4, 3),
-        )
+        for rows, tile, warps, stages in ((128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 4), (64, 128, 4, 3))
     ]
-    return [(*one, ("2048 causal", "8192 causal")) for one in prefill]
+    return [(*one, ("2048 causal", "4096 causal", "8192 causal")) for one in prefill]
+
+
+def _vector(k: int, shrink_warps: int, n: int, expand_warps: int) -> tuple[str, Rows]:
+    return f"k{k}/{shrink_warps} n{n}/{expand_warps}", _rows(
+        "sgmv_vector", block_k=k, shrink_warps=shrink_warps, block_n=n, expand_warps=expand_warps, pdl=1
+    )
 
 
 def _lora() -> list[Variant]:
-    cases = (
-        "T=1 L=1 r=16",
-        "T=16 L=16 r=16",
-        "T=64 L=64 r=16",
-        "T=256 L=256 r=16",
-        "T=64 L=64 r=16 q,k,v",
-        "T=64 L=64 r=64",
-        "T=256 L=256 r=64",
-        "T=256 L=256 r=8/16/32/64",
-        "T=2048 L=8 r=16",
+    cases = tuple(f"T={count} L={count} {label}" for count in (64, 256) for label in ("r=16", "r=64", "r=8/16/32/64"))
+    alone = (
+        "each row by itself",
+        _rows("sgmv_form", rows_of_slot=1000),
+        ("T=16 L=1 r=16", "T=64 L=8 r=16", "T=256 L=8 r=16"),
     )
-    shrink = [
-        (
-            f"shrink k{k} split {split} warps {warps} stages {stages}",
-            _rows("sgmv_shrink", block_m=16, block_k=k, split=split, num_warps=warps, num_stages=stages),
-        )
-        for k, split, warps, stages in (
-            (256, 16, 4, 2),
-            (256, 8, 4, 3),
-            (256, 4, 4, 3),
-            (256, 2, 4, 3),
-            (128, 16, 4, 3),
-            (128, 8, 4, 4),
-            (128, 32, 4, 2),
-            (512, 8, 4, 2),
-            (128, 8, 2, 4),
-        )
-    ] + [
-        (
-            f"shrink 64 rows k{k} split {split}",
-            _rows("sgmv_shrink", block_m=64, block_k=k, split=split, num_warps=4, num_stages=3),
-        )
-        for k, split in ((128, 2), (64, 8))
+    return [
+        alone,
+        *(
+            (*_vector(*sizes), cases)
+            for sizes in (
+                (2048, 8, 512, 2),
+                (2048, 4, 512, 2),
+                (4096, 16, 512, 2),
+                (2048, 8, 1024, 4),
+                (1024, 4, 512, 2),
+            )
+        ),
     ]
-    expand = [
-        (f"expand n{n} warps {warps} pdl {pdl}", _rows("sgmv_expand", block_n=n, num_warps=warps, pdl=pdl))
-        for n, warps, pdl in ((64, 4, 0), (128, 4, 0), (256, 4, 0), (512, 8, 0), (64, 2, 0), (128, 4, 1), (256, 4, 1))
-    ]
-    return [(*one, cases) for one in (*shrink, *expand)]
 
 
 def _norm() -> list[Variant]:
     norms = [(f"norm warps {warps}", _rows("rms_norm", num_warps=warps)) for warps in (2, 4, 16)]
-    ropes = [
-        (f"rope heads {heads} warps {warps}", _rows("rope", heads=heads, num_warps=warps))
-        for heads, warps in ((4, 2), (8, 2), (16, 4), (64, 4), (64, 8))
-    ] + [(f"store warps {warps}", _rows("store_kv", num_warps=warps)) for warps in (1, 2)]
+    fused = [
+        (f"heads {heads} warps {warps}", _rows("qk_rope_kv", heads=heads, num_warps=warps))
+        for heads, warps in ((4, 2), (8, 2), (8, 1), (16, 4), (32, 4), (4, 1), (32, 8))
+    ]
+    silus = [
+        (f"block {block} warps {warps}", _rows("silu_mul", block=block, num_warps=warps))
+        for block, warps in ((512, 2), (1024, 4), (2048, 4), (4096, 8))
+    ]
     return [
         *((*one, ("add + rms_norm T=64", "add + rms_norm T=4096")) for one in norms),
-        *((*one, ("rope + KV T=64", "rope + KV T=4096")) for one in ropes),
+        *(
+            (*one, tuple(f"{name} T={n}" for n in (64, 1024, 4096) for name in ("rope + KV", "norms + rope + KV")))
+            for one in fused
+        ),
+        *(
+            (
+                f"sample block {block} warps {warps}",
+                _rows("sample", block=block, num_warps=warps),
+                tuple(f"sample {name} T=64" for name in ("greedy", "temperature", "top-k 50, top-p 0.9")),
+            )
+            for block, warps in ((4096, 16), (8192, 32), (16384, 32), (4096, 8))
+        ),
+        *((*one, tuple(f"silu x up 14336 T={n}" for n in (64, 1024, 4096))) for one in silus),
+    ]
+
+
+def _quantised() -> list[Variant]:
+    cases = ("int8 4096→6144 T=16", "fp8 4096→6144 T=64", "fp8 4096→28672 T=64", "int8 14336→4096 T=16")
+    return [
+        (
+            f"n{n} k{k} warps {warps} stages {stages}",
+            _rows("quantised_linear", block_m=64, block_n=n, block_k=k, num_warps=warps, num_stages=stages),
+            cases,
+        )
+        for n, k, warps, stages in (
+            (16, 256, 2, 6),
+            (16, 256, 4, 6),
+            (32, 256, 4, 4),
+            (64, 128, 4, 4),
+            (64, 256, 4, 3),
+            (32, 128, 2, 6),
+            (128, 128, 8, 4),
+        )
     ]

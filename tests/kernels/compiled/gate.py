@@ -28,8 +28,12 @@ from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, 
 from kernels.paged_attention import triton_kernel as attention_kernel
 from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
+from kernels.quantised_linear import QuantisedWeight
+from kernels.quantised_linear import triton_kernel as quantised_kernel
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import triton_kernel as rope_kernel
+from kernels.sampling import SamplingRows
+from kernels.sampling import triton_kernel as sampling_kernel
 from kernels.sgmv import LoraSlice, plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
@@ -41,6 +45,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 Launch = tuple[JITFunction, dict[str, Any]]
@@ -152,16 +158,35 @@ def captured_decode(heads: tuple[int, int, int], *, has_groups: bool) -> None:
     attention_kernel.paged_attention(normal(64, num_heads, head_dim), cache, cache, plan, head_dim**-0.5)
 
 
+def quantised(num_rows: int, kind: torch.dtype, sizes: tuple[int, int], *, is_blocked: bool) -> None:
+    size_out, size_in = sizes
+    scales = torch.zeros((size_out // 128, size_in // 128) if is_blocked else (size_out,))
+    weight = QuantisedWeight(torch.zeros(size_out, size_in, dtype=kind), scales)
+    quantised_kernel.quantised_linear(normal(num_rows, size_in), weight)
+
+
+def sample(num_rows: int) -> None:
+    columns = [torch.zeros(num_rows, dtype=kind) for kind in (torch.float32, torch.int32, *[torch.float32] * 3)]
+    sampling_kernel.sample(torch.zeros(num_rows, 128_256), SamplingRows(*columns))
+
+
 def lora(
-    num_rows: int, size_in: int, sizes_out: tuple[int, ...], rank: int, dtype: torch.dtype = torch.bfloat16
+    num_rows: int,
+    size_in: int,
+    sizes_out: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    num_slots: int = 1,
 ) -> None:
     slices, start = [], 0
     for size_out in sizes_out:
         a, b = (torch.zeros(1, rank, size, dtype=dtype) for size in (size_in, size_out))
-        slices.append(LoraSlice(a, b, (rank,), start))
+        slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
         start += size_out
     x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
-    sgmv_kernel.sgmv(y, x, slices, plan_sgmv([0] * num_rows, x.device))
+    slots = [row % num_slots for row in range(num_rows)]
+    sgmv_kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -211,11 +236,27 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "fp32, 64 queries 9/3 64", lambda: attention((9, 3, 64), 64, 4096, dtype=torch.float32)
     yield "attention of 8 queries 32/8 128", lambda: attention((32, 8, 128), 8, 4096)
     yield "attention of 8 queries 64/1 128", lambda: attention((64, 1, 128), 8, 4096)
-    for num_rows in (64, 512, 2048):
+    for num_rows in (4, 64, 512, 2048):
         for rank in (16, 32, 64, 128):
             yield f"lora T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r)
     for num_rows in (64, 512, 2048):
         yield f"fp32, lora T={num_rows} r=128", lambda n=num_rows: lora(n, 4096, (4096,), 128, torch.float32)
+    for num_rows in (4, 64, 256):
+        for rank in (16, 64, 256):
+            yield (
+                f"distinct lora T={num_rows} r={rank}",
+                lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r, num_slots=n),
+            )
+    yield "sample", lambda: sample(64)
+    for num_rows in (16, 64):
+        for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+            for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
+                yield (
+                    f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''} T={num_rows}",
+                    lambda n=num_rows, kind=kind, sizes=sizes, is_blocked=is_blocked: quantised(
+                        n, kind, sizes, is_blocked=is_blocked
+                    ),
+                )
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
 
 

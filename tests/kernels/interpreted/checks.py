@@ -18,7 +18,8 @@ from kernels.qk_rope_kv import reference as qk_rope_kv_reference
 from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
-from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.sgmv import LoraSlice, SgmvPlan, plan_sgmv
+from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import reference as silu_mul_reference
 from kernels.testing import (
     NAN,
@@ -248,7 +249,27 @@ def lora_slices(
     return slices
 
 
-def check_sgmv(kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype) -> None:
+def captured_sgmv(slots: list[int], slices: list[LoraSlice], room: int) -> tuple[list[LoraSlice], SgmvPlan]:
+    """The slices with their true ranks in memory alone, and a plan over filled memory for ``room`` rows more."""
+    num_rows, num_slots = len(slots) + room, len(slices[0].lora_ranks)
+    memory = torch.full((segment_numbers(num_rows),), 2**30, dtype=torch.int32)  # of a step before, as it might be
+    fill_segments(memory.numpy(), slots, num_rows, num_slots)
+    bounds = (*[0] * num_slots, 64)
+    tables = [torch.tensor((*part.lora_ranks, 0), dtype=torch.int32) for part in slices]
+    slices = [LoraSlice(part.a, part.b, bounds, part.start, table) for part, table in zip(slices, tables, strict=True)]
+    return slices, CapturedSgmv(memory, num_rows, num_slots)
+
+
+def check_sgmv(
+    kernel: ModuleType,
+    slots: list[int],
+    slices: list[LoraSlice],
+    dtype: torch.dtype,
+    room: int | None = None,
+) -> None:
+    """With ``room`` through a captured plan."""
+    real = len(slots)
+    slots = slots + [-1] * (room or 0)
     num_columns = slices[-1].start + slices[-1].b.shape[2]
     x = sliced(len(slots), slices[0].a.shape[2], dtype=dtype)
     y = draw(len(slots), num_columns, dtype=dtype, seed=9)
@@ -260,6 +281,10 @@ def check_sgmv(kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dt
             columns = slice(part.start, part.start + part.b.shape[2])
             expected[row, columns] += lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
             touched[row, columns] = True
-    kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    if room is None:
+        kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    else:
+        given, plan = captured_sgmv(slots[:real], slices, room)
+        kernel.sgmv(y, x, given, plan)
     assert torch.equal(y[~touched], before[~touched])
     assert_matches_reference(y[touched], expected[touched])

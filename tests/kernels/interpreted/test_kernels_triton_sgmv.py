@@ -3,14 +3,26 @@
 import pytest
 import torch
 
-from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels import tiles
+from kernels.sgmv import LoraSlice, plan_sgmv, triton_vector
 from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.testing import NAN
 from tests.kernels.interpreted.checks import check_sgmv, draw, lora_slices, planted
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
+FORMS = pytest.mark.parametrize("is_vector", [1000, 0], ids=["vectors", "matrices"])
 BOTH = pytest.mark.parametrize("dtype", [FLOAT, BF16])
 MIXED = (8, 16, 5, 64, 24, 1)  # true ranks of six slots, in memory of 64
+
+
+@pytest.fixture(autouse=True)
+def form(request, monkeypatch):
+    """Of the products: by FORMS, else the shipped table's."""
+    if "is_vector" in request.fixturenames:
+        table = {**tiles._table("default"), "sgmv_form": [{"rows_of_slot": request.getfixturevalue("is_vector")}]}
+        monkeypatch.setattr(tiles, "_table", lambda _: table)
+
+
 POPULARITIES = {
     "one": [3],
     "base only": [-1, -1],
@@ -21,23 +33,26 @@ POPULARITIES = {
 }
 
 
+@FORMS
 @BOTH
 @pytest.mark.parametrize("slots", POPULARITIES.values(), ids=POPULARITIES)
-def test_each_row_gets_its_own_adapter_and_base_rows_stay_bit_by_bit(slots, dtype):
+def test_each_row_gets_its_own_adapter_and_base_rows_stay_bit_by_bit(slots, is_vector, dtype):
     slices = lora_slices([MIXED], 160, [96], dtype, used=set(slots))
     check_sgmv(sgmv_kernel, slots, slices, dtype)
 
 
+@FORMS
 @BOTH
-def test_packed_slices_have_their_own_widths_ranks_and_gaps(dtype):
+def test_packed_slices_have_their_own_widths_ranks_and_gaps(is_vector, dtype):
     ranks = [(8, 16, 0, 4), (0, 16, 0, 4), (8, 3, 0, 128)]
     slots = [0, 1, -1, 3, 2, 1, 0, 0]
     check_sgmv(sgmv_kernel, slots, lora_slices(ranks, 128, [64, 16, 48], dtype, used={0, 1, 2, 3}), dtype)
 
 
+@FORMS
 @BOTH
 @pytest.mark.parametrize(("num_in", "num_out"), [(97, 41), (576, 1), (300, 130)])
-def test_odd_sizes_are_masked(num_in, num_out, dtype):
+def test_odd_sizes_are_masked(num_in, num_out, is_vector, dtype):
     slots = [0, -1, 1, 1]
     check_sgmv(sgmv_kernel, slots, lora_slices([(8, 3)], num_in, [num_out], dtype, used={0, 1}), dtype)
 
@@ -47,7 +62,8 @@ def test_more_rows_than_a_decode_take_larger_segments():
     check_sgmv(sgmv_kernel, slots, lora_slices([(8, 16)], 32, [16], FLOAT, used={0, 1}), FLOAT)
 
 
-def test_permuted_rows_give_permuted_bits():
+@FORMS
+def test_permuted_rows_give_permuted_bits(is_vector):
     slots = [0, 3, -1, 1, 1, 4, 0, 2]
     slices = lora_slices([MIXED], 160, [96], BF16, used=set(slots))
     x, y = draw(8, 160, dtype=BF16), draw(8, 96, dtype=BF16, seed=1)
@@ -58,7 +74,8 @@ def test_permuted_rows_give_permuted_bits():
     assert torch.equal(moved, y[order])
 
 
-def test_a_slot_that_was_loaded_again_is_read_at_its_new_rank():
+@FORMS
+def test_a_slot_that_was_loaded_again_is_read_at_its_new_rank(is_vector):
     slices = lora_slices([(16, 8)], 64, [32], FLOAT, used={0})
     check_sgmv(sgmv_kernel, [0, 0], slices, FLOAT)
     _load_again(slices[0])
@@ -73,7 +90,8 @@ def _load_again(part: LoraSlice) -> LoraSlice:
     return LoraSlice(part.a, part.b, (4, *part.lora_ranks[1:]), part.start)
 
 
-def test_ranks_that_stand_on_the_device_are_read_there():
+@FORMS
+def test_ranks_that_stand_on_the_device_are_read_there(is_vector):
     slices = lora_slices([(16, 8)], 64, [32], FLOAT, used={0, 1})
     table = torch.tensor(slices[0].lora_ranks, dtype=torch.int32)
     check_sgmv(sgmv_kernel, [0, 1], [LoraSlice(slices[0].a, slices[0].b, (16, 8), 0, table)], FLOAT)
@@ -107,13 +125,50 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("is_vector", [0])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_caught(fault, tmp_path):
+def test_a_planted_fault_is_caught(fault, is_vector, tmp_path):
     slots = [0, 1, 3, -1, 3, 2, 4]
     slices = lora_slices([MIXED], 100, [40], FLOAT, used=set(slots))
     faulty = planted(sgmv_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
         check_sgmv(faulty, slots, slices, FLOAT)
+
+
+VECTOR_FAULTS = {
+    "a tile of ranks left out": ("i_ranks = i_part // SPLIT * RANKS", "i_ranks = i_part // SPLIT * 0"),
+    "a missing mask of the first ranks": (
+        "b_b = tl.load(p_tile, mask=(o_ranks < lora_rank)[:, None] & m_out[None, :], other=0.0)",
+        "b_b = tl.load(p_tile, mask=m_out[None, :], other=0.0)",
+    ),
+    "a missing mask of the last ranks": (
+        "(i_ranks + RANKS + o_ranks < lora_rank)[:, None]",
+        "(o_ranks < RANKS)[:, None]",
+    ),
+    "a split too many": ("(o_splits < SPLIT)[:, None] &", "(o_splits < SPLIT + 1)[:, None] &"),
+    "swapped strides of the slots": ("(i_slot * num_ranks + o_ranks) * SIZE_IN", "(i_slot + o_ranks) * SIZE_IN"),
+}
+
+
+@pytest.mark.parametrize("fault", VECTOR_FAULTS.values(), ids=VECTOR_FAULTS)
+def test_a_fault_of_the_vector_form_is_caught(fault, tmp_path, monkeypatch):
+    row = {"block_k": 256, "shrink_warps": 4, "block_n": 64, "expand_warps": 4, "pdl": 0}
+    table = {**tiles._table("default"), "sgmv_vector": [row], "sgmv_form": [{"rows_of_slot": 9}]}
+    monkeypatch.setattr(tiles, "_table", lambda _: table)
+    slots = [0, 1, 3, -1, 3, 2, 4, 5]
+    slices = lora_slices([(*MIXED[:5], 40)], 600, [70], FLOAT, used=set(slots))
+    check_sgmv(sgmv_kernel, slots, slices, FLOAT)
+    monkeypatch.setattr(sgmv_kernel, "triton_vector", planted(triton_vector, fault, tmp_path))
+    with pytest.raises(AssertionError):
+        check_sgmv(sgmv_kernel, slots, slices, FLOAT)
+
+
+@BOTH
+@pytest.mark.parametrize("slots", POPULARITIES.values(), ids=POPULARITIES)
+@pytest.mark.parametrize("room", [5, 60], ids=["each row by itself", "segments"])
+def test_a_captured_plan_serves_any_mix_of_adapters(slots, room, dtype):
+    slices = lora_slices([MIXED, MIXED[::-1]], 160, [96, 16], dtype, used=set(slots))
+    check_sgmv(sgmv_kernel, slots, slices, dtype, room=room)
 
 
 def test_a_stale_rank_of_a_slot_is_caught(tmp_path):

@@ -648,6 +648,15 @@ def test_a_value_that_is_not_finite_is_refused_by_its_tensors_name(upload: Uploa
     assert f"NaN or infinite: {name}" in text
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("F32", 0x7FA00000), ("F16", 0x7D00), ("BF16", 0x7FA0)])
+def test_a_signalling_nan_is_one_too(upload: Upload, dtype: str, bits: int):
+    content = bytearray(safetensors(pair(0, "q_proj"), dtype))
+    size = 4 if dtype == "F32" else 2
+    content[-size:] = bits.to_bytes(size, "little")
+
+    assert "NaN or infinite" in refusal(upload, bytes(content))
+
+
 def test_an_enormous_value_is_refused(upload: Upload):
     tensors = pairs("q_proj")
     tensors[f"{PREFIX}layers.1.self_attn.q_proj.lora_B.weight"][0, 0] = 1e30

@@ -1,0 +1,49 @@
+"""y = x · (data · scales)ᵀ + b of weights of 8 bits: half the bytes of bf16, and decode reads little else."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.quantised_linear import reference
+
+__all__ = ["KINDS", "QuantisedWeight", "quantised_linear"]
+
+KINDS = (torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """``data`` [out, in] of one of KINDS, contiguous, and fp32 ``scales`` that its numbers are multiplied by.
+
+    scales [out]: one a channel (compressed-tensors' ``channel`` strategy, int8 or fp8; one scale for all is that, out
+    times). scales [⌈out / 128⌉, ⌈in / 128⌉]: one for every block of 128 × 128 (``weight_scale_inv`` of block-fp8).
+    Symmetric: no zero points. ``bias`` [out], if any, of x's dtype.
+    """
+
+    data: Tensor
+    scales: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.scales.dim() == 2
+
+
+def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
+    """x [T, in] fp32 or bf16 → [T, out] in x's dtype, accumulated in fp32. On a CPU a row's bits depend on that row
+    and the weight only; on a GPU also on which row of the tile table T falls into."""
+    size_out, size_in = weight.data.shape
+    blocks = (-(-size_out // reference.BLOCK), -(-size_in // reference.BLOCK))
+    assert weight.data.dtype in KINDS, weight.data.dtype
+    assert x.shape[1] == size_in, (x.shape, weight.data.shape)
+    assert weight.scales.shape == (blocks if weight.is_blocked else (size_out,)), (
+        weight.scales.shape,
+        weight.data.shape,
+    )
+    if x.is_cuda:
+        from kernels.quantised_linear import triton_kernel
+
+        if x.shape[0] <= triton_kernel.MAX_ROWS:
+            return triton_kernel.quantised_linear(x, weight)
+    return reference.quantised_linear(x, weight)

@@ -1,0 +1,95 @@
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+"""A program multiplies BLOCK_N rows of the weight, over all of ``in``, with up to BLOCK_M rows of x: weights are read
+once, widened in registers, and scaled after the product: a channel's scale at the end, a block's after its block."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.quantised_linear import QuantisedWeight
+from kernels.quantised_linear.reference import BLOCK
+from kernels.tiles import power_of_2, tiles
+
+MAX_ROWS = 256  # above it the products are worth a weight multiplied out once
+
+
+@triton.jit
+def _quantised_linear(
+    p_x,
+    p_weight,
+    p_scales,
+    p_bias,
+    p_out,
+    num_rows,
+    stride_x,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """SCALED: rows and columns that share a scale; 0: a scale a row."""
+    o_out = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_out = o_out < SIZE_OUT
+    m_rows = i_rows < num_rows
+    b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, SIZE_IN, BLOCK_K):
+        o_in = first + tl.arange(0, BLOCK_K)
+        m_in = o_in < SIZE_IN if SIZE_IN % BLOCK_K else tl.full((BLOCK_K,), True, tl.int1)
+        b_weight = tl.load(
+            p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
+        )
+        b_x = tl.load(
+            p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0
+        )
+        b_wide = b_weight.to(tl.float32).to(b_x.dtype)
+        if SCALED:
+            p_scale = p_scales + o_out // SCALED * ((SIZE_IN + SCALED - 1) // SCALED) + first // SCALED
+            b_scale = tl.load(p_scale, mask=m_out, other=0.0)
+            b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision=PRECISION) * b_scale[:, None]
+        else:
+            b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision=PRECISION)
+    if not SCALED:
+        b_sum *= tl.load(p_scales + o_out, mask=m_out, other=0.0)[:, None]
+    if HAS_BIAS:
+        b_sum += tl.load(p_bias + o_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+    p_own = p_out + (i_rows * SIZE_OUT)[None, :] + o_out[:, None]
+    tl.store(p_own, b_sum.to(p_out.dtype.element_ty), mask=m_out[:, None] & m_rows[None, :])
+
+
+def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
+    """See the package; at most MAX_ROWS rows are worth it."""
+    assert weight.data.is_contiguous(), weight.data.stride()
+    assert weight.scales.is_contiguous(), weight.scales.stride()
+    assert x.stride(1) == 1, x.stride()
+    num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
+    out = torch.empty((num_rows, size_out), dtype=x.dtype, device=x.device)
+    row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out)
+    block_m = min(max(16, power_of_2(max(num_rows, 1))), row["block_m"])
+    block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
+    if num_rows:
+        _quantised_linear[(triton.cdiv(size_out, row["block_n"]), triton.cdiv(num_rows, block_m))](
+            x,
+            weight.data,
+            weight.scales,
+            weight.scales if weight.bias is None else weight.bias,
+            out,
+            num_rows,
+            x.stride(0),
+            SIZE_IN=size_in,
+            SIZE_OUT=size_out,
+            BLOCK_M=block_m,
+            BLOCK_N=row["block_n"],
+            BLOCK_K=block_k,
+            SCALED=BLOCK if weight.is_blocked else 0,
+            HAS_BIAS=weight.bias is not None,
+            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+            num_warps=row["num_warps"],
+            num_stages=row["num_stages"],
+        )
+    return out

@@ -1,0 +1,62 @@
+"""Products with weights of 8 bits under Triton's interpreter."""
+
+import pytest
+import torch
+
+from kernels.quantised_linear import QuantisedWeight, reference
+from kernels.quantised_linear import triton_kernel as quantised_kernel
+from kernels.testing import assert_matches_reference
+from tests.kernels.interpreted.checks import draw, planted, sliced
+
+FLOAT, BF16 = torch.float32, torch.bfloat16
+KINDS = pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+BLOCKED = pytest.mark.parametrize("is_blocked", [False, True], ids=["channels", "blocks"])
+
+
+def weight_of(size_out: int, size_in: int, kind: torch.dtype, *, is_blocked: bool, bias: bool) -> QuantisedWeight:
+    numbers = draw(size_out, size_in) * (40 if kind == torch.int8 else 60)
+    blocks = (-(-size_out // 128), -(-size_in // 128)) if is_blocked else (size_out,)
+    scales = draw(*blocks, seed=1).abs() / (40 * size_in**0.5) + 1e-4
+    return QuantisedWeight(numbers.clamp(-127, 127).to(kind), scales, draw(size_out, seed=2) if bias else None)
+
+
+def check(kernel, num_rows: int, weight: QuantisedWeight, dtype: torch.dtype) -> None:
+    x = sliced(num_rows, weight.data.shape[1], dtype=dtype)
+    bias = None if weight.bias is None else weight.bias.to(dtype)
+    out = kernel.quantised_linear(x, QuantisedWeight(weight.data, weight.scales, bias))
+    expected = x.double() @ reference.dequantised(weight).double().T
+    assert_matches_reference(out, expected if bias is None else expected + bias.double())
+
+
+@KINDS
+@BLOCKED
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize(("num_rows", "size_out", "size_in"), [(1, 40, 97), (17, 150, 300), (70, 64, 128)])
+def test_it_equals_the_product_with_the_weight_multiplied_out(num_rows, size_out, size_in, dtype, is_blocked, kind):
+    weight = weight_of(size_out, size_in, kind, is_blocked=is_blocked, bias=num_rows == 17)
+    check(quantised_kernel, num_rows, weight, dtype)
+
+
+FAULTS = {
+    "a channel's scale of its neighbour": ("p_scales + o_out, mask", "p_scales + o_out // 2, mask"),
+    "a block's scale of its neighbour": ("+ first // SCALED", "+ first // SCALED // 2"),
+    "a missing mask of the columns": (
+        "mask=m_rows[:, None] & m_in[None, :], other=0.0",
+        "mask=m_rows[:, None], other=0.0",
+    ),
+    "a row left out": ("m_rows = i_rows < num_rows", "m_rows = i_rows < num_rows - 1"),
+    "no bias": ("b_sum += tl.load(p_bias", "b_sum += 0.0 * tl.load(p_bias"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_caught(fault, tmp_path):
+    faulty = planted(quantised_kernel, fault, tmp_path)
+    weights = [weight_of(40, 300, torch.int8, is_blocked=is_blocked, bias=True) for is_blocked in (False, True)]
+    with pytest.raises(AssertionError):
+        check_all(faulty, weights)
+
+
+def check_all(kernel, weights: list[QuantisedWeight]) -> None:
+    for weight in weights:
+        check(kernel, 3, weight, FLOAT)
