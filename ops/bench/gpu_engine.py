@@ -129,8 +129,7 @@ def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, n
     """vLLM's way: (time of 129 tokens − time of 1) / 128 with 32 sequences, median after a warm-up."""
     bench.fill(32, prompt_tokens, new_tokens, names)
     bench.drain()
-    found: list[float] = []
-    decode: list[float] = []
+    found, decode = [], [0.0]
     for _ in range(rounds):
         bench.fill(32, prompt_tokens, new_tokens, names)
         whole = bench.drain()
