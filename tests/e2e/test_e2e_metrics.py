@@ -16,6 +16,7 @@ MOVED_ELSEWHERE = {
     "tenora_fallbacks_total": "tests/unit/gateway: a store that is down",
     "tenora_engine_gateways": "below: a killed gateway",
     "tenora_usage_journal_failing": "tests/unit/engine: a full disk",
+    "tenora_grammar_cut_total": "tests/unit/engine: a mask that costs too much",
 }
 
 
@@ -44,6 +45,8 @@ def load(served: Served, key: str, tmp_path: Path) -> None:
         assert http.post("/adapters", data={"name": "A", "base_model": "tiny"}, files=files).status_code == 201
         assert set(pool.map(call, range(24))) == {200}
         assert http.post("/completions", json={"model": "tiny", "prompt": "x", "max_tokens": -1}).status_code == 400
+        shaped = {"model": "tiny", "prompt": "x", "max_tokens": 8, "response_format": {"type": "json_object"}}
+        assert http.post("/completions", json=shaped).status_code == 200
     with served.http(served.new_tenant("poor", requests_per_minute=1)) as http:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
         assert {http.post("/completions", json=body).status_code for _ in range(3)} == {200, 429}

@@ -84,6 +84,8 @@ def test_a_client_that_leaves_the_queue_is_charged_nothing(served: Served):
     crowd = [post_raw(served, crowd_key, f"crowd-{i}", body_of(2, False, long_prompt)) for i in range(3)]
     eventually(lambda: served.metric("vllm:num_requests_running") > 0, 20)
     connection = post_raw(served, key, "leaver-c", body_of(200, stream=False))
+    inside = "vllm:num_requests_running", "vllm:num_requests_waiting"
+    eventually(lambda: sum(map(served.metric, inside)) == len(crowd) + 1, 20)
     connection.close()
 
     ((outcome, _, output_tokens, price),) = eventually(lambda: rows(served, "leaver-c"), 30)
