@@ -3,6 +3,7 @@
 SQLAlchemy's own bulk insert builds a statement of rows × columns parameters; that cost more than the databases did.
 """
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -22,6 +23,28 @@ async def insert_new(session: AsyncSession, table: Any, columns: tuple[str, ...]
     postgres = connection.dialect.name == "postgresql"
     done = await connection.exec_driver_sql(statement, tuple(arrays) if postgres else list(rows))
     return done.rowcount
+
+
+async def insert_telling(
+    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], key: tuple[str, ...]
+) -> set[tuple]:
+    """As ``insert_new`` → the keys of the rows that were new. ``key`` are the primary key's columns, the first ones of
+    ``columns``, the first of them text; rows with one key are one row."""
+    rows = list({row[: len(key)]: row for row in rows}.values())
+    if not rows:
+        return set()
+    connection = await session.connection()
+    if connection.dialect.name == "postgresql":
+        statement = f"{_statement(table, columns, 'postgresql')} RETURNING {', '.join(key)}"
+        found = await connection.exec_driver_sql(statement, tuple(list(column) for column in zip(*rows, strict=True)))
+        return {tuple(row) for row in found}
+    # a writer is alone on SQLite from BEGIN IMMEDIATE on: what is not there now is new
+    names = ", ".join(key)
+    known = f"SELECT {names} FROM {table.__tablename__} WHERE {key[0]} IN (SELECT value FROM json_each(?))"  # noqa: S608
+    there = {tuple(row) for row in await connection.exec_driver_sql(known, (json.dumps([row[0] for row in rows]),))}
+    new = [row for row in rows if row[: len(key)] not in there]
+    await insert_new(session, table, columns, new)
+    return {row[: len(key)] for row in new}
 
 
 @cache

@@ -4,10 +4,11 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from typing import Protocol
 
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import insert_new
+from tenants.bulk import insert_telling
 from tenants.errors import InvalidRecord
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
@@ -65,8 +66,27 @@ class SettledRequest:
             raise InvalidRecord(f"outcome is {self.outcome}")
 
 
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """A record that was new in this batch, with those of its charges that were."""
+
+    request: SettledRequest
+    charges: tuple[Charge, ...]
+
+
+class Fold(Protocol):
+    """What follows from records: sums, wallets, reports. It sees each record once, ever, in the transaction that books
+    it; so what it writes there holds exactly what the ledger holds."""
+
+    async def fold(self, session: AsyncSession, booked: Sequence[Booked]) -> None: ...
+
+
 class Ledger:
-    """Inserts and nothing else. The caller owns the transaction, and acknowledges after the commit."""
+    """Inserts and nothing else. The caller owns the transaction, and acknowledges after the commit. ``folds`` run in
+    their order, behind the inserts."""
+
+    def __init__(self, folds: Sequence[Fold] = ()) -> None:
+        self._folds = tuple(folds)
 
     async def post(
         self, session: AsyncSession, settled: Sequence[SettledRequest], rate_cards: Mapping[str, RateCard]
@@ -76,24 +96,35 @@ class Ledger:
 
         Raises LookupError when a billed record names a rate card that nobody has.
         """
-        records: list[tuple] = []
-        entries: list[tuple] = []
         cards = await _with_missing_cards(session, settled, rate_cards)
-        for request in settled:
-            billed = _charges(request, cards)
-            records.append(_record_row(request, billed))
-            entries += _entry_rows(request, billed)
+        charged = {_record_id(request): (request, _charges(request, cards)) for request in settled}
+        records = [_record_row(request, billed) for request, billed in charged.values()]
+        entries = [row for request, billed in charged.values() for row in _entry_rows(request, billed)]
         # in key order: two gateways never wait for each other in a circle
         records.sort(key=_record_key)
         entries.sort(key=_entry_key)
-        num_new = await insert_new(session, RequestRecord, _RECORD, records)
-        await insert_new(session, LedgerEntry, _ENTRY, entries)
-        return num_new
+        new_records = await insert_telling(session, RequestRecord, _RECORD, records, ("request_id", "attempt"))
+        new_entries = await insert_telling(session, LedgerEntry, _ENTRY, entries, ("entry_id",))
+        if self._folds and new_records:
+            booked = [_booked(*charged[key], new_entries) for key in sorted(new_records)]
+            for fold in self._folds:
+                await fold.fold(session, booked)
+        return len(new_records)
 
 
 def entry_id(request_id: str, meter: str) -> str:
     """The permanent name of a charge."""
     return str(uuid.uuid5(_NAMESPACE, f"{request_id}/{meter}"))
+
+
+def _record_id(request: SettledRequest) -> tuple[str, int]:
+    return request.context.request_id, request.context.attempt
+
+
+def _booked(request: SettledRequest, billed: Sequence[Charge], new_entries: set[tuple]) -> Booked:
+    request_id = request.context.request_id
+    new = (charge for charge in billed if (entry_id(request_id, charge.meter),) in new_entries)
+    return Booked(request, tuple(new))
 
 
 def _charges(request: SettledRequest, cards: Mapping[str, RateCard]) -> list[Charge]:

@@ -422,3 +422,42 @@ def test_minutes_and_hours_are_half_open_and_clipped_to_the_interval(with_databa
         assert [bucket.rows[0].num_model_requests for bucket in buckets] == [2, 2, 1]
 
     with_database(body)
+
+
+class Seen:
+    """A fold that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.booked = []
+
+    async def fold(self, session, booked):
+        self.booked += booked
+
+
+def test_a_fold_sees_each_record_once_whatever_comes_again(with_database):
+    seen = Seen()
+    requests = [settled(number, outcome) for number, outcome in ((1, 200), (2, 503), (3, 499), (4, 200))]
+
+    async def body(database):
+        for batch in (requests[:2], requests[1:] + requests[:1], requests + requests):
+            async with database.transaction() as session:
+                await Ledger([seen]).post(session, batch, CARDS)
+
+    with_database(body)
+
+    ids = sorted(booked.request.context.request_id for booked in seen.booked)
+    assert ids == sorted(request.context.request_id for request in requests)
+    assert [bool(booked.charges) for booked in seen.booked] == [booked.request.outcome != 503 for booked in seen.booked]
+
+
+def test_a_second_dispatch_that_is_billed_too_is_shown_without_charges(with_database):
+    seen = Seen()
+
+    async def body(database):
+        for attempt in (0, 1):
+            async with database.transaction() as session:
+                await Ledger([seen]).post(session, [settled(1, attempt=attempt)], CARDS)
+
+    with_database(body)
+
+    assert [len(booked.charges) > 0 for booked in seen.booked] == [True, False]

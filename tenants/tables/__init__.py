@@ -1,0 +1,28 @@
+"""The tables. Times are BIGINT nanoseconds since 1970 UTC, money is BIGINT picousd: integers that SQLite and
+PostgreSQL keep alike. Nothing here is bound to a request body: table models don't validate."""
+
+from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
+from tenants.tables.adapters import AdapterAlias, AdapterVersion
+from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
+from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+
+__all__ = [
+    "MAX_NAME_LENGTH",
+    "AdapterAlias",
+    "AdapterVersion",
+    "ApiKey",
+    "AuditEvent",
+    "AuditHead",
+    "IdempotentRequest",
+    "JsonList",
+    "LedgerEntry",
+    "OperatorKey",
+    "Picousd",
+    "RateCardItem",
+    "RateCardVersion",
+    "RequestRecord",
+    "StringList",
+    "Tenant",
+    "metadata",
+]

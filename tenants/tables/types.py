@@ -1,0 +1,55 @@
+"""What the tables share: their metadata, and the column types that SQLite and PostgreSQL keep alike."""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, CheckConstraint
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator, TypeEngine
+from sqlmodel import SQLModel
+
+MAX_NAME_LENGTH = 64
+
+metadata = SQLModel.metadata
+metadata.naming_convention = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class JsonList(TypeDecorator[list[Any]]):
+    """A list: JSONB on PostgreSQL, JSON text on SQLite. Replace the list; a change in place is not seen."""
+
+    impl = JSON
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        return dialect.type_descriptor(JSONB() if dialect.name == "postgresql" else JSON())
+
+
+class StringList(JsonList):
+    """A list of strings."""
+
+    cache_ok = True
+
+
+class Picousd(TypeDecorator[int]):
+    """10⁻¹² USD in a BIGINT. Refuses what is no int (a float would lose money) or does not fit."""
+
+    impl = BigInteger
+    cache_ok = True
+
+    def process_bind_param(self, value: int | None, dialect: Dialect) -> int | None:
+        if value is not None and type(value) is not int:
+            raise TypeError(f"money is int, not {type(value).__name__}")
+        if value is not None and not -(1 << 63) <= value < 1 << 63:
+            raise OverflowError("a row's amount fits BIGINT")
+        return value
+
+
+def one_of(column: str, *values: str) -> CheckConstraint:
+    listed = ", ".join(f"'{value}'" for value in values)
+    return CheckConstraint(f"{column} IN ({listed})", name=column)
