@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
@@ -57,3 +58,15 @@ def _id_of(tenant_id: str, kind: str, once: str) -> str:
     fields = (field.encode("utf-8", "surrogatepass") for field in (tenant_id, kind, once))
     message = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
     return f"evt_{hashlib.sha256(message).hexdigest()[:24]}"
+
+
+class EventRepository:
+    """A tenant's events as it reads them."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def page(self, tenant_id: str, after: int, limit: int) -> list[Event]:
+        """At most ``limit`` told events with a higher number, in their order."""
+        query = select(Event).where(Event.tenant_id == tenant_id, col(Event.number) > after)
+        return list((await self._session.exec(query.order_by(col(Event.number)).limit(limit))).all())

@@ -3,7 +3,7 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
-from tenants.tables.events import Event
+from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
@@ -26,5 +26,7 @@ __all__ = [
     "RequestRecord",
     "StringList",
     "Tenant",
+    "WebhookDelivery",
+    "WebhookEndpoint",
     "metadata",
 ]
