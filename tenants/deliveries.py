@@ -8,6 +8,7 @@ several machines the clocks may differ by less than LEASE_NS.
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import delete, func
 from sqlmodel import col, select
@@ -51,6 +52,17 @@ class Attempt:
         return 200 <= self.status < 300
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Whom the claimer has as much to bring as it may."""
+
+    endpoints: Collection[str] = ()
+    tenants: Collection[str] = ()
+
+
+NOBODY = Busy()
+
+
 class DeliveryRepository:
     """Of all tenants; for the process that delivers."""
 
@@ -77,17 +89,18 @@ class DeliveryRepository:
         await self._put_on_the_way(events, now_ns)
         return len(events)
 
-    async def claim(
-        self, now_ns: int, limit: int, busy_endpoints: Collection[str] = (), busy_tenants: Collection[str] = ()
-    ) -> list[Claimed]:
-        """At most one delivery that is due for each endpoint and tenant that is not busy, the longest due first."""
+    async def is_due(self, now_ns: int, busy: Busy = NOBODY) -> bool:
+        """Whether there is something to claim."""
+        query = select(WebhookDelivery.event_id).where(*_due(now_ns, busy)).limit(1)
+        return (await self._session.exec(query)).first() is not None
+
+    async def claim(self, now_ns: int, limit: int, busy: Busy = NOBODY) -> list[Claimed]:
+        """At most one delivery of each tenant, the longest due first, out of the ``limit`` that are longest due."""
         due = (
             select(WebhookDelivery, Event, WebhookEndpoint)
             .join(Event, col(Event.event_id) == col(WebhookDelivery.event_id))
             .join(WebhookEndpoint, col(WebhookEndpoint.endpoint_id) == col(WebhookDelivery.endpoint_id))
-            .where(WebhookDelivery.state == "pending", WebhookDelivery.due_unix_ns <= now_ns)
-            .where(col(WebhookDelivery.endpoint_id).not_in(busy_endpoints))
-            .where(col(WebhookDelivery.tenant_id).not_in(busy_tenants))
+            .where(*_due(now_ns, busy))
             .order_by(col(WebhookDelivery.due_unix_ns), col(WebhookDelivery.number))
             .limit(limit)
             .with_for_update(skip_locked=True, of=WebhookDelivery)
@@ -100,11 +113,6 @@ class DeliveryRepository:
             self._session.add(delivery)
             claimed[endpoint.tenant_id] = Claimed(event, endpoint, delivery.due_unix_ns)
         return list(claimed.values())
-
-    async def is_due(self, now_ns: int) -> bool:
-        query = select(WebhookDelivery.event_id)
-        query = query.where(WebhookDelivery.state == "pending", WebhookDelivery.due_unix_ns <= now_ns).limit(1)
-        return (await self._session.exec(query)).first() is not None
 
     async def settle(self, claimed: Claimed, attempt: Attempt, now_ns: int) -> str:
         """Notes what came of a claim: the delivery's state from now on; '' when the claim was no longer one."""
@@ -167,6 +175,15 @@ class DeliveryRepository:
             if now_ns - endpoint.failing_since_unix_ns >= GIVE_UP_NS:
                 await set_status(self._session, endpoint, "failing", now_ns)
         self._session.add(endpoint)
+
+
+def _due(now_ns: int, busy: Busy) -> tuple[Any, ...]:
+    return (
+        WebhookDelivery.state == "pending",
+        WebhookDelivery.due_unix_ns <= now_ns,
+        col(WebhookDelivery.endpoint_id).not_in(busy.endpoints),
+        col(WebhookDelivery.tenant_id).not_in(busy.tenants),
+    )
 
 
 def _wants(endpoint: WebhookEndpoint, event: Event) -> bool:

@@ -12,7 +12,7 @@ from tenants.events import KINDS
 from tenants.limits import check_choice, check_length
 from tenants.secrets import Secret, Secrets
 from tenants.stamps import new_id
-from tenants.tables import Tenant, WebhookDelivery, WebhookEndpoint
+from tenants.tables import Event, Tenant, WebhookDelivery, WebhookEndpoint
 
 MAX_ENDPOINTS = 10  # of a tenant
 MAX_OVERLAP_S = 7 * 86_400
@@ -100,10 +100,11 @@ class WebhookRepository:
         await self._session.delete(endpoint)
         await self._session.flush()
 
-    async def deliveries(self, tenant_id: str, endpoint_id: str, limit: int) -> list[WebhookDelivery]:
+    async def deliveries(self, tenant_id: str, endpoint_id: str, limit: int) -> list[tuple[WebhookDelivery, Event]]:
         """The newest first. Raises NotFound."""
         await self.get(tenant_id, endpoint_id)
-        query = select(WebhookDelivery).where(WebhookDelivery.endpoint_id == endpoint_id)
+        query = select(WebhookDelivery, Event).join(Event, col(Event.event_id) == col(WebhookDelivery.event_id))
+        query = query.where(WebhookDelivery.endpoint_id == endpoint_id)
         query = query.order_by(col(WebhookDelivery.number).desc()).limit(limit)
         return list((await self._session.exec(query)).all())
 

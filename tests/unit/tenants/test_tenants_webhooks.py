@@ -13,6 +13,7 @@ from tenants.deliveries import (
     LEASE_NS,
     RETRY_AFTER_S,
     Attempt,
+    Busy,
     Claimed,
     DeliveryRepository,
 )
@@ -52,7 +53,7 @@ class Post:
 
     async def claim(self, **busy) -> list[Claimed]:
         async with self.database.transaction() as session:
-            return await DeliveryRepository(session).claim(self.now_ns, 100, **busy)
+            return await DeliveryRepository(session).claim(self.now_ns, 100, Busy(**busy))
 
     async def settle(self, claimed: Claimed, attempt: Attempt) -> str:
         async with self.database.transaction() as session:
@@ -177,8 +178,8 @@ def test_a_long_queue_of_one_tenant_leaves_turns_to_the_others(with_post):
         await post.tell()
         assert {claimed.endpoint.endpoint_id for claimed in await post.claim()} == {slow, other}
         assert [claimed.endpoint.endpoint_id for claimed in await post.claim()] == [slow]
-        assert await post.claim(busy_endpoints=[slow]) == []
-        assert await post.claim(busy_tenants=[acme]) == []
+        assert await post.claim(endpoints=[slow]) == []
+        assert await post.claim(tenants=[acme]) == []
 
     with_post(body)
 
