@@ -29,6 +29,7 @@ from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
+from gateway.corrupt_adapters import CorruptAdapters
 from gateway.dispatch import Dispatch, Flight
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
@@ -42,13 +43,18 @@ from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.span_sink import otlp_sink
 from gateway.targets import Targets
-from gateway.telemetry import Telemetry
-from gateway.tracing import otlp_sink
+from gateway.telemetry import Metrics, Telemetry
+from gateway.webhooks.addresses import Resolver
+from gateway.webhooks.courier import Courier
+from gateway.webhooks.endpoints import Webhooks
+from gateway.webhooks.poster import Poster
 from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
+from tenants.ledger import Ledger
 from tenants.local_share import LocalShare
 from tenants.pricing import Quantities, RateCard, charges, is_billed
 from tenants.quota import Quota
@@ -82,23 +88,25 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         telemetry = _telemetry(settings, directory, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
-        settlement = Settlement(
-            database, directory, secrets.every_context_key, lambda reason: metrics.unbooked.labels(reason).inc()
-        )
-        await _started(stack, settlement)
+        settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         quota = Quota(redis, settings.store_deadline_s)
         share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
-        limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
+        limiter = Limiter(quota, share, metrics.fallback)
+        metrics.store_away.set_function(lambda: float(limiter.is_away))
         admission = await _started(stack, Admission(await _started(stack, limiter)))
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card, directory.holds)
+        dispatch = Dispatch(
+            admission, secrets, settlement.post_lost, directory.rate_card, directory.holds, metrics.fallback
+        )
         directory.on_revoked = dispatch.revoke
+        dispatch.on_corrupt = _corrupt_adapters(stack, database).report
         reader = Reader(targets, grammars)
+        await _started(stack, _courier(settings, index, database, secrets, metrics, stack))
         yield Parts(
             pipeline=Pipeline(directory, FailedAttempts(), reader, idempotency, admission, dispatch, telemetry),
             catalog=catalog,
@@ -107,8 +115,30 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
             database=database,
             blobs=blobs,
             uploads=StagedUploads(settings.blobs),
+            webhooks=Webhooks(database, secrets, settings.webhook_loopback),
             started_unix_s=int(time.time()),
         )
+
+
+def _corrupt_adapters(stack: contextlib.AsyncExitStack, database: Database) -> CorruptAdapters:
+    corrupt = CorruptAdapters(database)
+    stack.push_async_callback(corrupt.close)
+    return corrupt
+
+
+def _courier(
+    settings: Settings,
+    index: int,
+    database: Database,
+    secrets: Secrets,
+    metrics: Metrics,
+    stack: contextlib.AsyncExitStack,
+) -> Courier:
+    resolver = Resolver(allow_loopback=settings.webhook_loopback)
+    stack.callback(resolver.close)
+    poster = Poster(resolver, allow_loopback=settings.webhook_loopback)
+    show = metrics.pending_webhooks.set if index == 0 else None  # one process: gauges are added up
+    return Courier(database, secrets, poster, lambda result: metrics.webhooks.labels(result).inc(), show)
 
 
 async def _started(stack: contextlib.AsyncExitStack, part):
@@ -116,6 +146,16 @@ async def _started(stack: contextlib.AsyncExitStack, part):
     await part.start()
     stack.push_async_callback(part.close)
     return part
+
+
+def _settlement(database: Database, directory: Directory, secrets: Secrets, metrics: Metrics) -> Settlement:
+    """With all that follows from records, in this order."""
+
+    def count(reason: str) -> None:
+        metrics.unbooked.labels(reason).inc()
+
+    ledger = Ledger(folds=(), count_unbooked=count)
+    return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
 def _client_of(peer: str, settlement: Settlement, targets: Targets):
@@ -152,8 +192,11 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
 
 def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
     telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
-    if settings.otlp_endpoint:
-        telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
+    try:
+        telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
+    except ValueError as error:
+        _log.error("no traces: %s", error)
+    if telemetry.spans is not None:
         stack.callback(telemetry.spans.close)
     return telemetry
 

@@ -34,6 +34,7 @@ from gateway.schemas import (
     TextChoice,
 )
 from gateway.upload import CONFIG, FIELDS, FILES, WEIGHTS
+from gateway.webhooks.operations import WEBHOOKS
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -277,4 +278,4 @@ _OPEN = (
     ),
 )
 
-OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_OPEN)
+OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *WEBHOOKS, *_OPEN)

@@ -1,8 +1,5 @@
 """/v1/webhooks and /v1/organization/events: where the caller is told of what happens, and what has happened."""
 
-from typing import Any
-
-import msgspec
 from litestar import Request, Response, delete, get, post
 from litestar.params import FromPath
 
@@ -17,7 +14,6 @@ from gateway.webhooks.message import shown
 from gateway.webhooks.operations import MAX_LISTED
 from gateway.webhooks.resources import (
     DeliveryBody,
-    EventBody,
     EventPage,
     NewWebhook,
     SecretRotation,
@@ -26,11 +22,12 @@ from gateway.webhooks.resources import (
     WebhookDeleted,
     WebhookTest,
     WebhookWithSecret,
+    delivery_body,
+    event_body,
+    webhook_facts,
 )
 from tenants.secrets import Secret
-from tenants.tables import Event, WebhookDelivery, WebhookEndpoint
-
-_NS = 10**9
+from tenants.tables import WebhookEndpoint
 
 
 @post("/v1/webhooks", status_code=201, opt=needs("webhooks"))
@@ -79,7 +76,7 @@ async def test_webhook(request: Request, endpoint_id: FromPath[str]) -> WebhookT
 @get("/v1/webhooks/{endpoint_id:str}/deliveries", opt=needs("webhooks"))
 async def list_deliveries(request: Request, endpoint_id: FromPath[str]) -> Listed[DeliveryBody]:
     found = await _webhooks(request).deliveries(principal_of(request).tenant_id, endpoint_id, _limit(request))
-    return Listed(data=[_delivery(delivery, event) for delivery, event in found])
+    return Listed(data=[delivery_body(delivery, event) for delivery, event in found])
 
 
 @get("/v1/organization/events", opt=needs("webhooks"))
@@ -89,51 +86,14 @@ async def list_events(request: Request) -> EventPage:
     events = await _webhooks(request).events(principal_of(request).tenant_id, after, limit + 1)
     page = events[:limit]
     return EventPage(
-        data=[_event(event) for event in page],
+        data=[event_body(event) for event in page],
         has_more=len(events) > limit,
         last_id=page[-1].event_id if page else after,
     )
 
 
-def webhook_facts(endpoint: WebhookEndpoint) -> dict[str, Any]:
-    """The fields of a WebhookBody."""
-    return {
-        "id": endpoint.endpoint_id,
-        "url": endpoint.url,
-        "event_types": endpoint.kinds,
-        "description": endpoint.description,
-        "status": endpoint.status,
-        "failing_since": _seconds(endpoint.failing_since_unix_ns),
-        "old_secret_until": _seconds(endpoint.old_secret_until_unix_ns or None),
-        "created_at": _seconds(endpoint.created_unix_ns),
-    }
-
-
 def _with_secret(endpoint: WebhookEndpoint, secret: Secret) -> WebhookWithSecret:
     return WebhookWithSecret(**webhook_facts(endpoint), secret=shown(secret))
-
-
-def _delivery(delivery: WebhookDelivery, event: Event) -> DeliveryBody:
-    at, pending = _seconds(delivery.due_unix_ns), delivery.state == "pending"
-    return DeliveryBody(
-        event_id=event.event_id,
-        event_type=event.kind,
-        state=delivery.state,  # pyright: ignore[reportArgumentType]
-        attempts=delivery.attempts,
-        last_status=delivery.last_status or None,
-        last_error=delivery.last_error or None,
-        next_attempt_at=at if pending else None,
-        finished_at=None if pending else at,
-    )
-
-
-def _event(event: Event) -> EventBody:
-    return EventBody(
-        id=event.event_id,
-        type=event.kind,  # pyright: ignore[reportArgumentType]
-        created_at=event.occurred_unix_ns // _NS,
-        data=msgspec.Raw(event.data.encode()),
-    )
 
 
 def _webhooks(request: Request) -> Webhooks:
@@ -146,10 +106,6 @@ def _limit(request: Request) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LISTED):
         raise invalid(f"'limit' is a whole number from 1 to {MAX_LISTED}.", "limit")
     return int(text)
-
-
-def _seconds(unix_ns: int | None) -> int | None:
-    return None if unix_ns is None else unix_ns // _NS
 
 
 handlers = [

@@ -61,9 +61,7 @@ class Webhooks:
         async with self._reading() as session:
             return await WebhookRepository(session, self.secrets).get(tenant_id, endpoint_id)
 
-    async def deliveries(
-        self, tenant_id: str, endpoint_id: str, limit: int
-    ) -> list[tuple[WebhookDelivery, Event]]:
+    async def deliveries(self, tenant_id: str, endpoint_id: str, limit: int) -> list[tuple[WebhookDelivery, Event]]:
         async with self._reading() as session:
             return await WebhookRepository(session, self.secrets).deliveries(tenant_id, endpoint_id, limit)
 

@@ -12,7 +12,7 @@ from tenants.secrets import Secret
 from tenants.tables import Event
 
 _S = 10**9
-SECRET_PREFIX = "whsec_"
+SHOWN_PREFIX = "whsec_"
 
 
 def body_of(event: Event) -> bytes:
@@ -35,4 +35,4 @@ def signed_headers(event_id: str, body: bytes, secrets: Iterable[Secret], now_ns
 
 def shown(secret: Secret) -> str:
     """As its owner gets it to see, once."""
-    return SECRET_PREFIX + base64.b64encode(secret.reveal()).decode()
+    return SHOWN_PREFIX + base64.b64encode(secret.reveal()).decode()

@@ -6,6 +6,7 @@ from msgspec import Meta, Raw, Struct
 
 from gateway.resources import Seconds
 from tenants.events import TEST_KIND, Kind
+from tenants.tables import Event, WebhookDelivery, WebhookEndpoint
 from tenants.webhooks import MAX_OVERLAP_S
 
 Url: TypeAlias = Annotated[str, Meta(min_length=1, max_length=2048)]
@@ -13,6 +14,7 @@ Description: TypeAlias = Annotated[str, Meta(max_length=64)]
 Kinds: TypeAlias = Annotated[list[Kind], Meta(max_length=32)]
 AnyKind: TypeAlias = Kind | Literal["webhook.test"]
 assert TEST_KIND == "webhook.test"
+_NS = 10**9
 
 
 class NewWebhook(Struct, frozen=True):
@@ -85,12 +87,18 @@ class DeliveryBody(Struct, frozen=True, kw_only=True):
     finished_at: Seconds | None
 
 
+class WebhookSeen(WebhookBody, frozen=True, kw_only=True):
+    """As an operator sees it; the latest deliveries first."""
+
+    deliveries: list[DeliveryBody]
+
+
 class EventBody(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["event"] = "event"
     type: AnyKind
     created_at: Seconds
-    data: dict[str, Any] | Raw
+    data: Annotated[Raw, Meta(description="An object.")]
 
 
 class EventPage(Struct, frozen=True, kw_only=True):
@@ -100,3 +108,44 @@ class EventPage(Struct, frozen=True, kw_only=True):
     data: list[EventBody]
     has_more: bool
     last_id: str | None
+
+
+def webhook_facts(endpoint: WebhookEndpoint) -> dict[str, Any]:
+    """The fields of a WebhookBody."""
+    return {
+        "id": endpoint.endpoint_id,
+        "url": endpoint.url,
+        "event_types": endpoint.kinds,
+        "description": endpoint.description,
+        "status": endpoint.status,
+        "failing_since": _seconds(endpoint.failing_since_unix_ns),
+        "old_secret_until": _seconds(endpoint.old_secret_until_unix_ns or None),
+        "created_at": _seconds(endpoint.created_unix_ns),
+    }
+
+
+def delivery_body(delivery: WebhookDelivery, event: Event) -> DeliveryBody:
+    at, pending = _seconds(delivery.due_unix_ns), delivery.state == "pending"
+    return DeliveryBody(
+        event_id=event.event_id,
+        event_type=event.kind,
+        state=delivery.state,  # pyright: ignore[reportArgumentType]
+        attempts=delivery.attempts,
+        last_status=delivery.last_status or None,
+        last_error=delivery.last_error or None,
+        next_attempt_at=at if pending else None,
+        finished_at=None if pending else at,
+    )
+
+
+def event_body(event: Event) -> EventBody:
+    return EventBody(
+        id=event.event_id,
+        type=event.kind,  # pyright: ignore[reportArgumentType]
+        created_at=event.occurred_unix_ns // _NS,
+        data=Raw(event.data.encode()),
+    )
+
+
+def _seconds(unix_ns: int | None) -> int | None:
+    return None if unix_ns is None else unix_ns // _NS
