@@ -19,8 +19,14 @@ MIN_PORT = 1024  # but for the scheme's own: well-known ports are other protocol
 RESOLVERS = 8
 _NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 _GLOBAL_IPV6 = ip_network("2000::/3")
-# beside what the standard library says is not global: ways into IPv4 (6to4 and its relays), and what is set apart
-_SET_APART = tuple(map(ip_network, ("2002::/16", "2001::/23", "2001:db8::/32", "3fff::/20", "192.88.99.0/24")))
+# beside what every version of the standard library says is not global: ways into IPv4 (6to4 and its relays, Teredo),
+# and what is set apart for protocols and documents
+_SET_APART = tuple(
+    map(
+        ip_network,
+        ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
+    )
+)
 
 Address = IPv4Address | IPv6Address
 Lookup = Callable[[str, int], Iterable[str]]
