@@ -1,4 +1,4 @@
-"""Many rows in one statement: for tables that are only ever inserted into.
+"""Many rows in one statement: for tables that are inserted into, and for sums.
 
 SQLAlchemy's own bulk insert builds a statement of rows × columns parameters; that cost more than the databases did.
 """
@@ -17,12 +17,38 @@ async def insert_new(session: AsyncSession, table: Any, columns: tuple[str, ...]
     """INSERT … ON CONFLICT DO NOTHING of rows with ``columns``' values, in their order; how many were new."""
     if not rows:
         return 0
+    return await _execute(session, table, columns, rows, "DO NOTHING")
+
+
+async def insert_or_add(
+    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], key: tuple[str, ...]
+) -> None:
+    """INSERT of rows with ``columns``' values, of which those beside the primary ``key`` are added to a row that is
+    there. One row a key, in the order of keys, so that two writers never wait for each other in a circle."""
+    table_name = table.__tablename__
+    changes = ", ".join(f"{name} = {table_name}.{name} + excluded.{name}" for name in columns if name not in key)
+    if rows:
+        await _execute(session, table, columns, rows, f"({', '.join(key)}) DO UPDATE SET {changes}")
+
+
+async def insert_or_replace(
+    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], key: tuple[str, ...]
+) -> None:
+    """As ``insert_or_add``, but the new values take the place of those that are there."""
+    changes = ", ".join(f"{name} = excluded.{name}" for name in columns if name not in key)
+    if rows:
+        await _execute(session, table, columns, rows, f"({', '.join(key)}) DO UPDATE SET {changes}")
+
+
+async def _execute(
+    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], on_conflict: str
+) -> int:
     connection = await session.connection()
-    statement = _statement(table, columns, connection.dialect.name)
-    arrays = [list(column) for column in zip(*rows, strict=True)]
-    postgres = connection.dialect.name == "postgresql"
-    done = await connection.exec_driver_sql(statement, tuple(arrays) if postgres else list(rows))
-    return done.rowcount
+    statement = _statement(table, columns, connection.dialect.name, on_conflict)
+    if connection.dialect.name == "postgresql":
+        arrays = tuple(list(column) for column in zip(*rows, strict=True))
+        return (await connection.exec_driver_sql(statement, arrays)).rowcount
+    return (await connection.exec_driver_sql(statement, list(rows))).rowcount
 
 
 async def insert_telling(
@@ -35,7 +61,7 @@ async def insert_telling(
         return set()
     connection = await session.connection()
     if connection.dialect.name == "postgresql":
-        statement = f"{_statement(table, columns, 'postgresql')} RETURNING {', '.join(key)}"
+        statement = f"{_statement(table, columns, 'postgresql', 'DO NOTHING')} RETURNING {', '.join(key)}"
         found = await connection.exec_driver_sql(statement, tuple(list(column) for column in zip(*rows, strict=True)))
         return {tuple(row) for row in found}
     # a writer is alone on SQLite from BEGIN IMMEDIATE on: what is not there now is new
@@ -48,13 +74,13 @@ async def insert_telling(
 
 
 @cache
-def _statement(table: Any, columns: tuple[str, ...], dialect: str) -> str:
+def _statement(table: Any, columns: tuple[str, ...], dialect: str, on_conflict: str) -> str:
     """PostgreSQL takes one array a column; SQLite's driver repeats a statement of one row."""
     into = f"INSERT INTO {table.__tablename__} ({', '.join(columns)})"
     if dialect == "postgresql":
         arrays = (f"${number}::{_array(table, name)}" for number, name in enumerate(columns, 1))
-        return f"{into} SELECT * FROM unnest({', '.join(arrays)}) ON CONFLICT DO NOTHING"  # noqa: S608 (our own names)
-    return f"{into} VALUES ({', '.join('?' * len(columns))}) ON CONFLICT DO NOTHING"
+        return f"{into} SELECT * FROM unnest({', '.join(arrays)}) ON CONFLICT {on_conflict}"  # noqa: S608 (our own names)
+    return f"{into} VALUES ({', '.join('?' * len(columns))}) ON CONFLICT {on_conflict}"
 
 
 def _array(table: Any, name: str) -> str:

@@ -5,6 +5,7 @@ from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 
 __all__ = [
@@ -16,12 +17,18 @@ __all__ = [
     "AuditHead",
     "IdempotentRequest",
     "JsonList",
+    "LatencyMinute",
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
     "RateCardItem",
     "RateCardVersion",
+    "RefusalMinute",
     "RequestRecord",
+    "SloIncident",
+    "SloMinute",
+    "SloObjective",
+    "SloWatch",
     "StringList",
     "Tenant",
     "metadata",
