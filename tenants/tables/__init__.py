@@ -3,6 +3,7 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
+from tenants.tables.events import Event
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
@@ -15,6 +16,7 @@ __all__ = [
     "ApiKey",
     "AuditEvent",
     "AuditHead",
+    "Event",
     "IdempotentRequest",
     "JsonList",
     "LatencyMinute",
