@@ -43,20 +43,31 @@ class Metrics:
             "tenora_time_per_output_token_seconds", "From two tokens on.", buckets=_EACH_TOKEN, registry=registry
         )
         self.seconds = Histogram("tenora_request_seconds", "Body read to last byte.", buckets=_TOTAL, registry=registry)
+        self.slo = Counter(
+            "tenora_slo_requests",
+            "Valid requests by SLI.",
+            ["model", "class", "objective", "result"],
+            registry=registry,
+        )
         self.dropped_spans = Counter("tenora_spans_dropped", "Spans that found the queue full.", registry=registry)
         self.fallbacks = Counter("tenora_fallbacks", "A lesser way was taken.", ["kind", "reason"], registry=registry)
         self.unbooked = Counter(
             "tenora_records_unbooked", "Usage records that are not ours or not sound.", ["reason"], registry=registry
         )
 
+    def count_slo(self, model: str, flow_class: str, sli: str, good: bool) -> None:
+        """A request was judged against an objective, or failed."""
+        self.slo.labels(model, flow_class, sli, "good" if good else "bad").inc()
+
 
 @dataclass(slots=True)
 class Telemetry:
-    """``spans`` None: nobody collects traces."""
+    """``spans`` None: nobody collects traces. ``on_refused`` is called with what no engine took: status and code."""
 
     metrics: Metrics = field(default_factory=Metrics)
     spans: SpanSink | None = None
     price_of: Callable[[Work, Flight], int] = lambda work, flight: 0
+    on_refused: Callable[[Call, Work | None, int, str], None] = lambda call, work, status, code: None
 
     def report(self, call: Call, work: Work | None, flight: Flight | None, error: ApiError | None) -> None:
         """A request has ended, whatever way. Called once for each."""
@@ -67,7 +78,9 @@ class Telemetry:
         status = flight.outcome if flight else error.status if error else CALLER_LEFT
         self.metrics.requests.labels(*_labels(work), _outcome(status)).inc()
         if flight is None or not flight.submitted_ns:
-            self.metrics.refusals.labels((error.code or "invalid_request") if error else "caller_left").inc()
+            reason = (error.code or "invalid_request") if error else "caller_left"
+            self.metrics.refusals.labels(reason).inc()
+            self.on_refused(call, work, status, reason)
         else:
             self._measure(flight)
             if self.spans is not None and call.sampled and work is not None:

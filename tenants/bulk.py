@@ -1,4 +1,4 @@
-"""Many rows in one statement: for tables that are inserted into, and for sums.
+"""Many rows in one statement: for tables that are only ever inserted into, or added up.
 
 SQLAlchemy's own bulk insert builds a statement of rows × columns parameters; that cost more than the databases did.
 """
@@ -17,38 +17,12 @@ async def insert_new(session: AsyncSession, table: Any, columns: tuple[str, ...]
     """INSERT … ON CONFLICT DO NOTHING of rows with ``columns``' values, in their order; how many were new."""
     if not rows:
         return 0
-    return await _execute(session, table, columns, rows, "DO NOTHING")
-
-
-async def insert_or_add(
-    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], key: tuple[str, ...]
-) -> None:
-    """INSERT of rows with ``columns``' values, of which those beside the primary ``key`` are added to a row that is
-    there. One row a key, in the order of keys, so that two writers never wait for each other in a circle."""
-    table_name = table.__tablename__
-    changes = ", ".join(f"{name} = {table_name}.{name} + excluded.{name}" for name in columns if name not in key)
-    if rows:
-        await _execute(session, table, columns, rows, f"({', '.join(key)}) DO UPDATE SET {changes}")
-
-
-async def insert_or_replace(
-    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], key: tuple[str, ...]
-) -> None:
-    """As ``insert_or_add``, but the new values take the place of those that are there."""
-    changes = ", ".join(f"{name} = excluded.{name}" for name in columns if name not in key)
-    if rows:
-        await _execute(session, table, columns, rows, f"({', '.join(key)}) DO UPDATE SET {changes}")
-
-
-async def _execute(
-    session: AsyncSession, table: Any, columns: tuple[str, ...], rows: Sequence[tuple], on_conflict: str
-) -> int:
     connection = await session.connection()
-    statement = _statement(table, columns, connection.dialect.name, on_conflict)
-    if connection.dialect.name == "postgresql":
-        arrays = tuple(list(column) for column in zip(*rows, strict=True))
-        return (await connection.exec_driver_sql(statement, arrays)).rowcount
-    return (await connection.exec_driver_sql(statement, list(rows))).rowcount
+    statement = _statement(table, columns, connection.dialect.name)
+    arrays = [list(column) for column in zip(*rows, strict=True)]
+    postgres = connection.dialect.name == "postgresql"
+    done = await connection.exec_driver_sql(statement, tuple(arrays) if postgres else list(rows))
+    return done.rowcount
 
 
 async def insert_telling(
@@ -61,7 +35,7 @@ async def insert_telling(
         return set()
     connection = await session.connection()
     if connection.dialect.name == "postgresql":
-        statement = f"{_statement(table, columns, 'postgresql', 'DO NOTHING')} RETURNING {', '.join(key)}"
+        statement = f"{_statement(table, columns, 'postgresql')} RETURNING {', '.join(key)}"
         found = await connection.exec_driver_sql(statement, tuple(list(column) for column in zip(*rows, strict=True)))
         return {tuple(row) for row in found}
     # a writer is alone on SQLite from BEGIN IMMEDIATE on: what is not there now is new
@@ -73,8 +47,25 @@ async def insert_telling(
     return {row[: len(key)] for row in new}
 
 
+async def add_up(
+    session: AsyncSession, table: Any, key: tuple[str, ...], sums: tuple[str, ...], rows: Sequence[tuple]
+) -> None:
+    """Adds each row's ``sums`` to those of the row with its ``key``, which is made where there is none.
+
+    Rows are (*key, *sums), each key once, in key order: two writers then never wait for each other in a circle.
+    """
+    if not rows:
+        return
+    connection = await session.connection()
+    dialect, name = connection.dialect.name, table.__tablename__
+    added = ", ".join(f"{each} = {name}.{each} + excluded.{each}" for each in sums)
+    statement = _statement(table, (*key, *sums), dialect, f"({', '.join(key)}) DO UPDATE SET {added}")
+    arrays = tuple(list(column) for column in zip(*rows, strict=True))
+    await connection.exec_driver_sql(statement, arrays if dialect == "postgresql" else list(rows))
+
+
 @cache
-def _statement(table: Any, columns: tuple[str, ...], dialect: str, on_conflict: str) -> str:
+def _statement(table: Any, columns: tuple[str, ...], dialect: str, on_conflict: str = "DO NOTHING") -> str:
     """PostgreSQL takes one array a column; SQLite's driver repeats a statement of one row."""
     into = f"INSERT INTO {table.__tablename__} ({', '.join(columns)})"
     if dialect == "postgresql":
@@ -86,3 +77,17 @@ def _statement(table: Any, columns: tuple[str, ...], dialect: str, on_conflict: 
 def _array(table: Any, name: str) -> str:
     kind = table.__table__.c[name].type
     return _ARRAYS[getattr(kind, "impl_instance", kind).python_type]  # our own types and SQLModel's wrap a plain one
+
+
+async def put(
+    session: AsyncSession, table: Any, key: tuple[str, ...], values: tuple[str, ...], rows: Sequence[tuple]
+) -> None:
+    """Inserts rows of (*key, *values), in place of those that are there; each key once, in key order."""
+    if not rows:
+        return
+    connection = await session.connection()
+    changes = ", ".join(f"{each} = excluded.{each}" for each in values)
+    on_conflict = f"({', '.join(key)}) DO UPDATE SET {changes}"
+    statement = _statement(table, (*key, *values), connection.dialect.name, on_conflict)
+    arrays = tuple(list(column) for column in zip(*rows, strict=True))
+    await connection.exec_driver_sql(statement, arrays if connection.dialect.name == "postgresql" else list(rows))

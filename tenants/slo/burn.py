@@ -47,7 +47,7 @@ class Counts:
 @dataclass(frozen=True, slots=True)
 class Incident:
     """An alert that fired in [from_s, to_s), whole minutes; ``to_s`` None: it still does. ``bad`` are the requests
-    that failed from the short window before it on."""
+    that failed from the long window before it on."""
 
     alert: str
     from_s: int
@@ -103,7 +103,7 @@ def _of_alert(series: Series, alert: Alert, target_ppm: int, start_s: int, end_s
         if fires and since is None:
             since = at_s
         elif not fires and since is not None:
-            yield Incident(alert.name, since, at_s, series.between(since - alert.short_s, at_s).bad)
+            yield Incident(alert.name, since, at_s, series.between(since - alert.long_s, at_s).bad)
             since = None
     if since is not None:
-        yield Incident(alert.name, since, None, series.between(since - alert.short_s, end_s).bad)
+        yield Incident(alert.name, since, None, series.between(since - alert.long_s, end_s).bad)

@@ -51,9 +51,7 @@ class Objectives:
         for each in sorted(versions, key=lambda objective: objective.version):
             self._lines[each.key].append(each)
 
-    def in_force(
-        self, tenant_id: str, models: tuple[str, ...], flow_class: str, unix_ns: int
-    ) -> dict[Sli, Objective]:
+    def in_force(self, tenant_id: str, models: tuple[str, ...], flow_class: str, unix_ns: int) -> dict[Sli, Objective]:
         """For each SLI the closest one: ``models`` in their order before any model, its class before any class."""
         scopes = [(model, each) for model in (*models, ANY) for each in (flow_class, ANY)]
         found: dict[Sli, Objective] = {}
