@@ -125,7 +125,7 @@ def _settlement(database: Database, directory: Directory, secrets: Secrets, metr
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds=(SloFold(metrics.count_slo),))
+    ledger = Ledger(folds=(SloFold(metrics.count_slo),), count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 

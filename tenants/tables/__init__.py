@@ -8,6 +8,7 @@ from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, Re
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -33,5 +34,6 @@ __all__ = [
     "SloWatch",
     "StringList",
     "Tenant",
+    "UnbookedRecord",
     "metadata",
 ]

@@ -1,14 +1,14 @@
 """objectives, and what is counted against them
 
 Revision ID: slo
-Revises: events
+Revises: unbooked_records
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "slo"
-down_revision = "events"
+down_revision = "unbooked_records"
 branch_labels = None
 depends_on = None
 
