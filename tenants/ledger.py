@@ -1,7 +1,7 @@
 """The ledger's only writer: usage records in, receipts, charges and their sums out, each once for ever."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Protocol
@@ -15,6 +15,7 @@ from tenants.postings import number_postings
 from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
 from tenants.repositories import RateCardRepository
 from tenants.rollups import add_booked
+from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
 from tenants.tables import LedgerEntry, RequestRecord
 
 OUTCOME_LOST = 0
@@ -85,35 +86,38 @@ class Fold(Protocol):
 
 class Ledger:
     """Inserts, and adds up what it inserted. The caller owns the transaction, and acknowledges after the commit.
-    ``folds`` run in their order, behind the inserts."""
+    ``folds`` run in their order, behind the inserts. ``count_unbooked`` is called with the reason of each record that
+    was set aside."""
 
-    def __init__(self, folds: Sequence[Fold] = ()) -> None:
+    def __init__(self, folds: Sequence[Fold] = (), count_unbooked: Callable[[str], None] = lambda _: None) -> None:
         self._folds = tuple(folds)
+        self._count_unbooked = count_unbooked
 
     async def post(
         self, session: AsyncSession, settled: Sequence[SettledRequest], rate_cards: Mapping[str, RateCard]
     ) -> int:
         """Books a batch; returns how many records were new. Any record, in any order, any number of times: the
-        same rows. A card that ``rate_cards`` lacks is read from the database.
-
-        Raises LookupError when a billed record names a rate card that nobody has.
+        same rows. A card that ``rate_cards`` lacks is read from the database; a billed record with one that nobody has
+        is set aside, and the others are booked.
         """
         cards = await _with_missing_cards(session, settled, rate_cards)
-        bills = _bills(settled, cards)
+        bills = _bills([request for request in settled if not _is_unpriced(request, cards)], cards)
         records = [_record_row(bill) for bill in bills]
         new_records = await insert_telling(session, RequestRecord, _RECORD, records, ("request_id", "attempt"))
         bills = [bill for bill in bills if _record_id(bill.request) in new_records]
         entries = sorted((row for bill in bills for row in _entry_rows(bill)), key=_entry_key)
         new_entries = await insert_telling(session, LedgerEntry, _ENTRY, entries, ("entry_id",))
-        await self._follow(session, [_booked(bill, new_entries) for bill in bills])
-        return len(new_records)
-
-    async def _follow(self, session: AsyncSession, booked: Sequence[Booked]) -> None:
-        """What follows from the records that were new; their number last of all."""
+        booked = [_booked(bill, new_entries) for bill in bills]
         await add_booked(session, booked)
         for fold in self._folds:
             await fold.fold(session, booked)
+        await self._set_aside(session, [request for request in settled if _is_unpriced(request, cards)])
         await number_postings(session, [each.request.context.request_id for each in booked if each.charges])
+        return len(new_records)
+
+    async def _set_aside(self, session: AsyncSession, strangers: Sequence[SettledRequest]) -> None:
+        for _ in range(await set_aside(session, strangers, UNKNOWN_RATE_CARD)):
+            self._count_unbooked(UNKNOWN_RATE_CARD)
 
 
 def entry_id(request_id: str, meter: str) -> str:
@@ -148,6 +152,10 @@ def _record_id(request: SettledRequest) -> tuple[str, int]:
 
 def _booked(bill: _Bill, new_entries: set[tuple]) -> Booked:
     return Booked(bill.request, tuple(charge for name, charge in bill.entries.items() if (name,) in new_entries))
+
+
+def _is_unpriced(request: SettledRequest, cards: Mapping[str, RateCard]) -> bool:
+    return is_billed(request.outcome, request.output_tokens) and request.context.rate_card_id not in cards
 
 
 def _charges(request: SettledRequest, cards: Mapping[str, RateCard]) -> list[Charge]:

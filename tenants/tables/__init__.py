@@ -9,6 +9,7 @@ from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -30,6 +31,7 @@ __all__ = [
     "RequestRecord",
     "StringList",
     "Tenant",
+    "UnbookedRecord",
     "UsageRollup",
     "UsageSeries",
     "metadata",

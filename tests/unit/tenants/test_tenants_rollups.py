@@ -193,7 +193,7 @@ def test_an_upgrade_sums_up_and_numbers_what_is_booked_already(unmigrated_url):
     migrations.upgrade(unmigrated_url)
     on(lambda database: post(database, *requests))
     written = on(rollups_of)
-    migrations.downgrade(unmigrated_url, "events")
+    migrations.downgrade(unmigrated_url, "unbooked_records")
     migrations.upgrade(unmigrated_url)
 
     assert on(rollups_of) == written

@@ -1,7 +1,7 @@
 """sums of usage by minute, hour and day; the order of postings; both of what is booked already
 
 Revision ID: usage_rollups
-Revises: events
+Revises: unbooked_records
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "usage_rollups"
-down_revision = "events"
+down_revision = "unbooked_records"
 branch_labels = None
 depends_on = None
 
