@@ -84,6 +84,8 @@ class SloFold:
         self._count = count
 
     async def fold(self, session: AsyncSession, booked: Sequence[Booked]) -> None:
+        if not booked:
+            return
         judged = await _judged(session, booked)
         await _add_counts(session, judged)
         await _add_samples(session, judged)

@@ -1,14 +1,14 @@
 """objectives, and what is counted against them
 
 Revision ID: slo
-Revises: unbooked_records
+Revises: usage_rollups
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "slo"
-down_revision = "unbooked_records"
+down_revision = "usage_rollups"
 branch_labels = None
 depends_on = None
 
