@@ -164,12 +164,6 @@ class Settings:
         return self.home / "credentials.json"
 
     @property
-    def otlp_endpoint(self) -> str:
-        """'' when no OTLP exporter is configured."""
-        env = dict(self.otel)
-        return env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
-
-    @property
     def is_loopback(self) -> bool:
         return self.host in _LOOPBACK
 
