@@ -17,6 +17,9 @@ _SAME = " AND ".join(
 )
 _OF_REQUESTS = f"e.meter IN ({', '.join(map(repr, METERS))})"
 _ANY = "*"
+_UNIT = (
+    "CASE WHEN meter LIKE 'adapter!_%' ESCAPE '!' THEN 1000000 ELSE 1 END"  # adapters' prices are a megabyte-second's
+)
 
 
 def _sum_of(meter: str) -> str:
@@ -36,7 +39,8 @@ _RULES = (
     Rule(
         "I4",
         "ledger_entry",
-        "SELECT * FROM ledger_entry WHERE amount_picousd <> CAST(quantity AS NUMERIC) * unit_price_picousd",
+        f"SELECT * FROM ledger_entry WHERE amount_picousd <> CAST(quantity / {_UNIT} AS NUMERIC) * unit_price_picousd"
+        f" OR quantity % {_UNIT} <> 0",
         "entry {entry_id}: {quantity} × {unit_price_picousd} is not {amount_picousd}",
     ),
     Rule(
@@ -150,7 +154,8 @@ async def _check_prices(connection: AsyncConnection, findings: Findings) -> None
     for row in await connection.execute(text(_PRICED)):
         wanted = ((row.base_model, row.flow_class), (row.base_model, _ANY), (_ANY, row.flow_class), (_ANY, _ANY))
         keys = [(row.rate_card_id, row.meter, *item) for item in wanted]
-        listed = next((prices[key] for key in keys if key in prices), None)
+        unlisted = 0 if row.meter.startswith("adapter_") else None
+        listed = next((prices[key] for key in keys if key in prices), unlisted)
         if listed != row.unit_price_picousd:
             charged = f"{row.num_entries} entries of {row.meter} ({row.base_model}, {row.flow_class})"
             findings["I4"].breach(
