@@ -6,6 +6,8 @@ from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -22,11 +24,15 @@ __all__ = [
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
+    "Posting",
+    "PostingHead",
     "RateCardItem",
     "RateCardVersion",
     "RequestRecord",
     "StringList",
     "Tenant",
     "UnbookedRecord",
+    "UsageRollup",
+    "UsageSeries",
     "metadata",
 ]
