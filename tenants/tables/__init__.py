@@ -6,6 +6,9 @@ from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.rollups import UsageRollup, UsageSeries
+from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -19,15 +22,25 @@ __all__ = [
     "Event",
     "IdempotentRequest",
     "JsonList",
+    "LatencyMinute",
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
+    "Posting",
+    "PostingHead",
     "RateCardItem",
     "RateCardVersion",
+    "RefusalMinute",
     "RequestRecord",
+    "SloIncident",
+    "SloMinute",
+    "SloObjective",
+    "SloWatch",
     "StringList",
     "Tenant",
     "UnbookedRecord",
+    "UsageRollup",
+    "UsageSeries",
     "WebhookDelivery",
     "WebhookEndpoint",
     "metadata",

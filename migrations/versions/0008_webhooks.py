@@ -1,7 +1,7 @@
 """create the tables of webhooks
 
 Revision ID: webhooks
-Revises: unbooked_records
+Revises: slo
 """
 
 import sqlalchemy as sa
@@ -10,7 +10,7 @@ from alembic import op
 import tenants.tables
 
 revision = "webhooks"
-down_revision = "unbooked_records"
+down_revision = "slo"
 branch_labels = None
 depends_on = None
 
