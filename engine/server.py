@@ -23,6 +23,7 @@ from engine.journal import Journal
 from engine.open_requests import OpenRequests, submit_bytes
 from engine.record_delivery import RecordDelivery
 from engine.step_thread import StepOutput, StepThread
+from engine.time_records import Timekeeper, TimeRecords
 
 logger = logging.getLogger("engine.server")
 
@@ -57,6 +58,8 @@ class Server:
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._steps = StepThread(engine, self._deliver, self._break)
+        timekeeper = Timekeeper(identity.engine_id, identity.card.model, engine.stats)
+        self._times = TimeRecords(timekeeper, self._steps.ask, self._records.append)
         compiler = Compiler(identity.tokenizer.tokenizer_json, identity.card.vocab_size, identity.card.eos_token_ids)
         self._gate = GrammarGate(self._steps, compiler, self._reject)
         self._adapters = AdapterTiers(
@@ -107,6 +110,8 @@ class Server:
             self.broken.exception()  # seen, whoever asks for it or not
         await self._gate.close()
         await asyncio.to_thread(self._steps.stop)
+        if not self.broken.done():
+            self._times.end()
         await self._adapters.close()
         self._records.end()
         if self._ticking is not None and self._delivery is not None:
@@ -263,7 +268,8 @@ class Server:
             ("tenora_usage_records_unacked", "Usage records that no ledger has.", self._records.num_unacked),
             ("tenora_usage_journal_failing", "1 while the journal can't be written.", int(self._records.failing)),
         )
-        return [wire.Family(name, "gauge", text, [("", {}, float(value))]) for name, text, value in gauges]
+        told = [wire.Family(name, "gauge", text, [("", {}, float(value))]) for name, text, value in gauges]
+        return [*told, self._open.lost_family()]
 
     async def _until_quiet(self) -> None:
         while len(self._open):
@@ -278,6 +284,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_S)
             self._records.tick()
+            self._times.tick()
 
     def _delivery_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
