@@ -7,6 +7,7 @@ from tenants.tables.events import Event
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -26,5 +27,6 @@ __all__ = [
     "RequestRecord",
     "StringList",
     "Tenant",
+    "UnbookedRecord",
     "metadata",
 ]
