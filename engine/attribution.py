@@ -8,6 +8,7 @@ from engine import cost
 from engine.adapter_pool import SlotLoad
 from engine.cost_fit import CostFit
 from engine.scheduler import StepPlan
+from engine.stats import StepBill
 
 _MIB = 1 << 20
 
@@ -18,18 +19,6 @@ class StepWork:
 
     weights: cost.Ints
     features: cost.Floats
-
-
-@dataclass(frozen=True, slots=True)
-class StepBill:
-    """The parts of a step's ns that no request pays: computing anew what a preemption threw away, and what was computed
-    for those who had ended before it was there."""
-
-    recompute_ns: int = 0
-    lost_ns: int = 0
-
-
-NO_BILL = StepBill()
 
 
 class Attribution:
@@ -61,15 +50,14 @@ class Attribution:
         recompute_ns = lost_ns = 0
         for chunk, share_ns in zip(plan.chunks, shares, strict=True):
             request = chunk.sequence.request
-            if chunk.num_recomputed:
-                again_ns = share_ns * chunk.num_recomputed // chunk.num_tokens
+            again_ns = share_ns * chunk.num_recomputed // chunk.num_tokens if chunk.num_recomputed else 0
+            if again_ns:
                 request.recompute_ns += again_ns
                 recompute_ns += again_ns
-                share_ns -= again_ns
             if request.num_unfinished:
-                request.gpu_ns += share_ns
+                request.gpu_ns += share_ns - again_ns
             else:
-                lost_ns += share_ns
+                lost_ns += share_ns - again_ns
         if step_ns:
             self.fit.observe(work.features, step_ns)
         return StepBill(recompute_ns, lost_ns)

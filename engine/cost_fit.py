@@ -9,7 +9,16 @@ from engine.cost import FEATURES, Floats
 from engine.wire import Family
 
 # ns, of an 8B model on an H200: only the proportions count, and only until the first fit
-PRIOR = dict(step=5e6, sequence=2e3, token=2.2e4, key=30.0, pair=1.0, lora=30.0, adapter=6e4, adapter_mib=400.0)
+PRIOR = {
+    "step": 5e6,
+    "sequence": 2e3,
+    "token": 2.2e4,
+    "key": 30.0,
+    "pair": 1.0,
+    "lora": 30.0,
+    "adapter": 6e4,
+    "adapter_mib": 400.0,
+}
 FIT_STEPS = (32, 64, 128, 256)  # the first fits; then after every BLOCK_STEPS
 BLOCK_STEPS = 256
 MEMORY_STEPS = 1 << 16  # a step's weight falls to a third in so many: hardware and load change
@@ -69,7 +78,9 @@ class CostFit:
         return 1 - squared_error / variance if variance > 0 else 0.0
 
     def families(self) -> Iterable[Family]:
-        yield _gauge("tenora_cost_model_error_ratio", "Mean error of the step cost model's predictions", self.error_ratio)
+        yield _gauge(
+            "tenora_cost_model_error_ratio", "Mean error of the step cost model's predictions", self.error_ratio
+        )
         yield _gauge("tenora_cost_model_r2_ratio", "Variance of step times that the model explains", self.r_squared)
         values = zip(FEATURES, (self.coefficients / 1e9).tolist(), strict=True)
         samples = [("", {"term": term}, value) for term, value in values]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from engine import wire
 from engine.adapter_pool import AdapterPool, HostTier, HostWeights
-from engine.attribution import NO_BILL, Attribution, StepBill
+from engine.attribution import Attribution
 from engine.config import EngineConfig
 from engine.device_counters import DeviceCounters
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
@@ -24,7 +24,7 @@ from engine.intake import Grammar, ModelInfo, make_sequences, read_prompts
 from engine.outbox import Outbox
 from engine.scheduler import NOTHING, ChunkResult, Scheduler, StepPlan
 from engine.sequence import Request, Sequence, SequenceStatus
-from engine.stats import EngineStats, StepStats, StepTimes
+from engine.stats import NO_BILL, EngineStats, StepBill, StepStats, StepTimes
 
 
 class StepRunner(Protocol):

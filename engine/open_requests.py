@@ -106,7 +106,9 @@ class OpenRequests:
     def lost_family(self) -> wire.Family:
         """Of the attributed time, what was for requests that ended lost: known when they end."""
         samples: list[tuple[str, dict[str, str], float]] = [("_total", {}, self._lost_gpu_ns / 1e9)]
-        return wire.Family("tenora_lost_request_gpu_seconds", "counter", "Attributed to requests that ended lost", samples)
+        return wire.Family(
+            "tenora_lost_request_gpu_seconds", "counter", "Attributed to requests that ended lost", samples
+        )
 
     def _complete(self, request: OpenRequest) -> None:
         del self._open[request.request_id]

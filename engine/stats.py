@@ -5,10 +5,8 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from engine.attribution import NO_BILL, StepBill
-from engine.cost_fit import CostFit
 from engine.device_counters import DeviceCounters
 from engine.experts import ExpertLoad
 from engine.scheduler import Scheduler, StepPlan
@@ -25,6 +23,28 @@ RESIDENT_FAMILY = "tenora_adapters_resident"  # the server adds the disk tier's 
 ACCOUNTS = ("attributed", "load", "recompute", "lost", "idle", "overhead")
 
 Labels = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBill:
+    """The parts of a step's ns that no request pays: computing anew what a preemption threw away, and what was computed
+    for those who had ended before it was there."""
+
+    recompute_ns: int = 0
+    lost_ns: int = 0
+
+
+NO_BILL = StepBill()
+
+
+class StepModel(Protocol):
+    """What predicts a step's time, and how wrong it was: ``engine.cost_fit.CostFit``."""
+
+    @property
+    def error_ratio(self) -> float: ...
+    @property
+    def r_squared(self) -> float: ...
+    def families(self) -> Iterable[Family]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +136,7 @@ class EngineStats:
         self,
         scheduler: Scheduler,
         clock: Callable[[], int],
-        fit: CostFit,
+        fit: StepModel,
         experts: ExpertLoad | None = None,
         device: DeviceCounters | None = None,
     ) -> None:

@@ -1,5 +1,6 @@
 """An engine process's time, record by record."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeAlias
@@ -50,21 +51,19 @@ class Timekeeper:
 
 
 class TimeRecords:
-    """Has the records made on the step thread and hands their payloads to ``journal``. The event loop's."""
+    """Has a record made on the step thread every ``period_s``, its payload given to ``journal``. The event loop's."""
 
-    def __init__(self, timekeeper: Timekeeper, ask: Ask, journal: Callable[[bytes], None]) -> None:
-        self._timekeeper, self._ask, self._journal = timekeeper, ask, journal
+    def __init__(self, timekeeper: Timekeeper, ask: Ask, journal: Callable[[bytes], None], period_s: float) -> None:
+        self._timekeeper, self._ask, self._journal, self._period_s = timekeeper, ask, journal, period_s
         self._is_asked = False
 
-    def tick(self) -> None:
-        """Once a second; a step may take longer than that."""
-        if not self._is_asked:
-            self._is_asked = True
-            self._ask(self._timekeeper.record, self._keep)
-
-    def end(self) -> None:
-        """The last record; the step thread has ended."""
-        self._keep(self._timekeeper.record())
+    async def run(self) -> None:
+        """For ever. A step may take longer than a period: the next record is asked for when one has come."""
+        while True:
+            await asyncio.sleep(self._period_s)
+            if not self._is_asked:
+                self._is_asked = True
+                self._ask(self._timekeeper.record, self._keep)
 
     def _keep(self, record: TimeRecord) -> None:
         self._is_asked = False

@@ -61,8 +61,12 @@ _usage = msgspec.msgpack.Decoder(UsageRecord)
 _time = msgspec.msgpack.Decoder(TimeRecord)
 
 
-def read_record(payload: bytes) -> UsageRecord | TimeRecord:
-    """A journal entry's payload: a map is a UsageRecord, an array a TimeRecord. Raises msgspec's errors."""
+def is_time(payload: bytes) -> bool:
+    """A journal entry's payload: a map is a UsageRecord, an array a TimeRecord."""
     first = payload[0] if payload else 0
-    is_time = first & 0xF0 == _MSGPACK_ARRAY or first == _MSGPACK_ARRAY_16
-    return _time.decode(payload) if is_time else _usage.decode(payload)
+    return first & 0xF0 == _MSGPACK_ARRAY or first == _MSGPACK_ARRAY_16
+
+
+def read_record(payload: bytes) -> UsageRecord | TimeRecord:
+    """A journal entry's payload. Raises msgspec's errors."""
+    return _time.decode(payload) if is_time(payload) else _usage.decode(payload)

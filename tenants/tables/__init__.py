@@ -6,6 +6,7 @@ from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.replicas import ReplicaTime
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -24,6 +25,7 @@ __all__ = [
     "Picousd",
     "RateCardItem",
     "RateCardVersion",
+    "ReplicaTime",
     "RequestRecord",
     "StringList",
     "Tenant",
