@@ -6,7 +6,9 @@ from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaTime
+from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -23,6 +25,8 @@ __all__ = [
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
+    "Posting",
+    "PostingHead",
     "RateCardItem",
     "RateCardVersion",
     "ReplicaTime",
@@ -30,5 +34,7 @@ __all__ = [
     "StringList",
     "Tenant",
     "UnbookedRecord",
+    "UsageRollup",
+    "UsageSeries",
     "metadata",
 ]
