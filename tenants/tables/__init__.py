@@ -9,6 +9,7 @@ from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
+from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -22,6 +23,7 @@ __all__ = [
     "Event",
     "IdempotentRequest",
     "JsonList",
+    "LatencyMinute",
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
@@ -29,8 +31,13 @@ __all__ = [
     "PostingHead",
     "RateCardItem",
     "RateCardVersion",
+    "RefusalMinute",
     "ReplicaTime",
     "RequestRecord",
+    "SloIncident",
+    "SloMinute",
+    "SloObjective",
+    "SloWatch",
     "StringList",
     "Tenant",
     "UnbookedRecord",
