@@ -42,9 +42,9 @@ from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.span_sink import otlp_sink
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
-from gateway.tracing import otlp_sink
 from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
@@ -89,12 +89,15 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         quota = Quota(redis, settings.store_deadline_s)
         share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
-        limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
+        limiter = Limiter(quota, share, metrics.fallback)
+        metrics.store_away.set_function(lambda: float(limiter.is_away))
         admission = await _started(stack, Admission(await _started(stack, limiter)))
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card, directory.holds)
+        dispatch = Dispatch(
+            admission, secrets, settlement.post_lost, directory.rate_card, directory.holds, metrics.fallback
+        )
         directory.on_revoked = dispatch.revoke
         reader = Reader(targets, grammars)
         yield Parts(
@@ -160,8 +163,11 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
 
 def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
     telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
-    if settings.otlp_endpoint:
-        telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
+    try:
+        telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
+    except ValueError as error:
+        _log.error("no traces: %s", error)
+    if telemetry.spans is not None:
         stack.callback(telemetry.spans.close)
     return telemetry
 

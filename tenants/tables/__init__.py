@@ -7,6 +7,8 @@ from tenants.tables.events import Event
 from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -28,12 +30,16 @@ __all__ = [
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
+    "Posting",
+    "PostingHead",
     "RateCardItem",
     "RateCardVersion",
     "RequestRecord",
     "StringList",
     "Tenant",
     "UnbookedRecord",
+    "UsageRollup",
+    "UsageSeries",
     "WideInteger",
     "metadata",
 ]
