@@ -26,7 +26,7 @@ _DURATIONS = ("queue_ns", "prefill_ns", "decode_ns", "post_ns", "network_ns", "f
 _COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns")
 _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
-    *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label"),
+    *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label", "streamed", "num_choices"),
 )
 _SHARED = ("request_id", "tenant_id", "key_id", "model", "base_model", "flow_class", "rate_card_id")
 _RECORD = (*_FROM_CONTEXT, *_COPIED, "billed", "price_picousd")

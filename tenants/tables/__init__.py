@@ -9,6 +9,7 @@ from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, Re
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.rollups import UsageRollup, UsageSeries
+from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -27,6 +28,7 @@ __all__ = [
     "Invoice",
     "InvoiceLine",
     "JsonList",
+    "LatencyMinute",
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
@@ -34,7 +36,12 @@ __all__ = [
     "PostingHead",
     "RateCardItem",
     "RateCardVersion",
+    "RefusalMinute",
     "RequestRecord",
+    "SloIncident",
+    "SloMinute",
+    "SloObjective",
+    "SloWatch",
     "StringList",
     "Tenant",
     "UnbookedRecord",

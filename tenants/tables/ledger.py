@@ -68,6 +68,8 @@ class RequestRecord(SQLModel, table=True):
     finished_unix_ns: int = Field(sa_type=BigInteger)
     trace_id: str = Field(max_length=32)
     label: str = Field(max_length=128)
+    streamed: bool = False
+    num_choices: int = Field(default=1, sa_type=BigInteger)  # prompts × choices of each
 
     @property
     def total_ns(self) -> int:

@@ -1,7 +1,7 @@
 """create invoices and credit notes; what is in the books is never changed
 
 Revision ID: invoices
-Revises: usage_rollups
+Revises: slo
 """
 
 import sqlalchemy as sa
@@ -11,7 +11,7 @@ import tenants.tables
 from migrations.append_only import drop_function, make_append_only, make_changeable
 
 revision = "invoices"
-down_revision = "usage_rollups"
+down_revision = "slo"
 branch_labels = None
 depends_on = None
 
