@@ -333,8 +333,8 @@ def test_more_than_a_line_has_is_not_given_back(with_database):
         ("DELETE FROM request_record", "the receipts have"),
         (
             "INSERT INTO ledger_entry SELECT 'twice', request_id, tenant_id, key_id, meter, model, base_model,"
-            " flow_class, rate_card_id, quantity, unit_price_picousd, amount_picousd, occurred_unix_ns FROM ledger_entry"
-            " WHERE meter = 'requests'",
+            " flow_class, rate_card_id, quantity, unit_price_picousd, amount_picousd, occurred_unix_ns"
+            " FROM ledger_entry WHERE meter = 'requests'",
             "billed twice",
         ),
     ],
