@@ -164,9 +164,7 @@ def test_the_traffic_was_what_it_should_be(scene: Scene):
     outcomes = {kind: Counter(a.status for a in scene.asked if a.kind == kind) for kind in KINDS}
 
     assert len(scene.asked) == len({asked.request_id for asked in scene.asked}) == NUM_REQUESTS
-    assert {kind: outcomes[kind] for kind in SERVED_KINDS - {"leaves"}} == dict.fromkeys(
-        SERVED_KINDS - {"leaves"}, {200: 20}
-    ), next(a.body for a in scene.asked if a.kind == "tools")
+    assert [kind for kind in SERVED_KINDS - {"leaves"} if outcomes[kind] != {200: 20}] == []
     assert outcomes["bad value"] == {400: 20}
     assert outcomes["no model"] == {404: 20}
     assert outcomes["limited"][429] >= 18
