@@ -127,6 +127,9 @@ class Histogram:
         return [*samples, ("_sum", labels, self._sum), ("_count", labels, total)]
 
 
+_NO_COLLECTIVES = Histogram(STEP_BUCKETS)  # an engine has one device
+
+
 class EngineStats:
     """Adds up steps. Every nanosecond since the start is in one account: attributed to a request, adapter load,
     recompute (after preemptions) and lost (computed for who had ended), which no request pays, idle (as the step thread
@@ -188,6 +191,7 @@ class EngineStats:
             *self._device_families(),
             *self.fit.families(),
             _histogram("tenora_adapter_load_seconds", "Moving an adapter into its slot", {"": self._load_seconds}),
+            _histogram("tenora_collective_seconds", "Exchange between devices", {"": _NO_COLLECTIVES}),
         ]
 
     def _record_batch(self, step: StepStats) -> None:
@@ -230,7 +234,8 @@ class EngineStats:
         could = sum(run_ns for _, run_ns, _ in steps) / 1e9 * self._device.peak_bytes_s
         ratio = sum(num_bytes for _, _, num_bytes in steps) / could if could else 0.0
         help_text = "Bytes that the steps of the last ten seconds had to move / what the memory could have moved"
-        yield _single("tenora_memory_bandwidth_ratio", "gauge", help_text, ratio)
+        if self._device.peak_bytes_s:
+            yield _single("tenora_memory_bandwidth_ratio", "gauge", help_text, ratio)
         yield from self._device.families()
 
     def _expert_families(self) -> Iterable[Family]:
