@@ -1,7 +1,7 @@
 """create the tables of webhooks
 
 Revision ID: webhooks
-Revises: slo
+Revises: replica_time
 """
 
 import sqlalchemy as sa
@@ -10,7 +10,7 @@ from alembic import op
 import tenants.tables
 
 revision = "webhooks"
-down_revision = "slo"
+down_revision = "replica_time"
 branch_labels = None
 depends_on = None
 
