@@ -15,6 +15,7 @@ from litestar.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
 from gateway.trace_context import parent_of
+from tenants.directory import Principal
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the caller sees the 413
 SEND_TIMEOUT_S = 60.0  # a caller that reads nothing for so long has left
@@ -36,6 +37,7 @@ class Call:
     X-Client-Request-ID), '' when absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without
     one the trace begins here. ``headers`` go with the answer, whatever it will be. ``is_replay``: it is the answer
     that an earlier request got, and ``request_id`` is that one's. ``body_hash`` is there when an Idempotency-Key is.
+    ``principal`` is who calls, once that is known.
     """
 
     scope: Scope
@@ -58,6 +60,7 @@ class Call:
     headers: dict[str, str] = field(default_factory=dict)
     on_whole: Callable[[bytes | None], Awaitable[None]] | None = None
     is_replay: bool = False
+    principal: Principal | None = None
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":

@@ -92,6 +92,8 @@ class Dispatch:
             trace_id=call.trace_id,
             operation=work.operation,
             label=call.label,
+            streamed=work.style.stream,
+            num_choices=work.total_choices,
         )
         return seal(context, self.secrets.context_key)
 

@@ -40,6 +40,7 @@ from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
+from gateway.refusals import Refusals
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.span_sink import otlp_sink
@@ -54,6 +55,7 @@ from tenants.local_share import LocalShare
 from tenants.pricing import Quantities, RateCard, charges, is_billed
 from tenants.quota import Quota
 from tenants.secrets import Secrets
+from tenants.slo.sums import SloFold
 from tenants.staged_uploads import StagedUploads
 
 ENGINES_READY_S = 30.0
@@ -84,6 +86,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
         settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
+        telemetry.on_refused = (await _started(stack, Refusals(database, metrics.count_slo))).count
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
@@ -125,7 +128,7 @@ def _settlement(database: Database, directory: Directory, secrets: Secrets, metr
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds=(), count_unbooked=count)
+    ledger = Ledger(folds=(SloFold(metrics.count_slo),), count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 

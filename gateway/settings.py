@@ -48,6 +48,8 @@ class EngineSizes:
     adapter_slots: int | None = None
     max_adapter_rank: int | None = None
     threads: int | None = None
+    journal_keep_days: int | None = None
+    journal_keep_bytes: int | None = None
     deterministic: bool = False
 
     def to_args(self) -> list[str]:
@@ -256,6 +258,8 @@ def _size_options() -> list[click.Option]:
         _option("--adapter-slots", type=_POSITIVE, help="Adapters on the device at once."),
         _option("--max-adapter-rank", type=_POSITIVE, help="Largest LoRA rank."),
         _option("--threads", type=_POSITIVE, help="CPU threads of an engine."),
+        _option("--journal-keep-days", type=_POSITIVE, help="Days that usage journals are kept for audits [90]."),
+        _option("--journal-keep-bytes", type=_POSITIVE, help="Bytes of each usage journal kept at most [8 GiB]."),
         _option("--deterministic", is_flag=True, default=False, help="One step shape on a GPU: bit-equal, slower."),
     ]
 

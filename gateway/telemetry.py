@@ -49,6 +49,7 @@ class Metrics:
         self.tenant_tokens = self._counter("tenora_tenant_tokens", "By the busiest tenants.", "tenant", "kind")
         self.tenant_gpu_seconds = self._counter("tenora_tenant_gpu_seconds", "By the busiest tenants.", "tenant")
         self.tenant_price = self._counter("tenora_tenant_price_usd", "By the busiest tenants.", "tenant")
+        self.slo = self._counter("tenora_slo_requests", "Valid ones by SLI.", "model", "class", "objective", "result")
         self.dropped_spans = self._counter("tenora_spans_dropped", "Spans that no collector has taken.")
         self.fallbacks = self._counter("tenora_fallbacks", "A lesser way was taken.", "kind", "reason")
         for kind, reason in FALLBACKS:
@@ -61,6 +62,10 @@ class Metrics:
         """A lesser way was taken."""
         self.fallbacks.labels(kind, reason).inc()
 
+    def count_slo(self, model: str, flow_class: str, sli: str, good: bool) -> None:
+        """A request was judged against an objective, or failed."""
+        self.slo.labels(model, flow_class, sli, "good" if good else "bad").inc()
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
@@ -70,12 +75,13 @@ class Metrics:
 
 @dataclass(slots=True)
 class Telemetry:
-    """``spans`` None: nobody collects traces."""
+    """``spans`` None: nobody collects traces. ``on_refused`` is called with what no engine took: status and code."""
 
     metrics: Metrics = field(default_factory=Metrics)
     spans: SpanSink | None = None
     price_of: Callable[[Work, Flight], int] = lambda work, flight: 0
     top_tenants: TopTenants = field(default_factory=TopTenants)
+    on_refused: Callable[[Call, Work | None, int, str], None] = lambda call, work, status, code: None
 
     def report(self, call: Call, work: Work | None, flight: Flight | None, error: ApiError | None) -> None:
         """A request has ended, whatever way. Called once for each. Never raises: the answer is out already."""
@@ -94,7 +100,9 @@ class Telemetry:
         is_sampled = self.spans.wants(call) if self.spans else call.sampled
         if work is None or flight is None or not flight.submitted_ns:
             if not call.is_replay:
-                self.metrics.refusals.labels((error.code or "invalid_request") if error else "caller_left").inc()
+                reason = (error.code or "invalid_request") if error else "caller_left"
+                self.metrics.refusals.labels(reason).inc()
+                self.on_refused(call, work, status, reason)
             trace = partial(refused_trace, call, work, status, error, time.monotonic_ns())
         else:
             price_picousd = self.price_of(work, flight)

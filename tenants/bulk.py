@@ -64,6 +64,20 @@ async def add_up(
     await connection.exec_driver_sql(statement, arrays if dialect == "postgresql" else list(rows))
 
 
+async def put(
+    session: AsyncSession, table: Any, key: tuple[str, ...], values: tuple[str, ...], rows: Sequence[tuple]
+) -> None:
+    """Inserts rows of (*key, *values), in place of those that are there; each key once, in key order."""
+    if not rows:
+        return
+    connection = await session.connection()
+    changes = ", ".join(f"{each} = excluded.{each}" for each in values)
+    on_conflict = f"({', '.join(key)}) DO UPDATE SET {changes}"
+    statement = _statement(table, (*key, *values), connection.dialect.name, on_conflict)
+    arrays = tuple(list(column) for column in zip(*rows, strict=True))
+    await connection.exec_driver_sql(statement, arrays if connection.dialect.name == "postgresql" else list(rows))
+
+
 @cache
 def _statement(table: Any, columns: tuple[str, ...], dialect: str, on_conflict: str = "DO NOTHING") -> str:
     """PostgreSQL takes one array a column; SQLite's driver repeats a statement of one row."""

@@ -68,6 +68,10 @@ class RequestRecord(SQLModel, table=True):
     finished_unix_ns: int = Field(sa_type=BigInteger)
     trace_id: str = Field(max_length=32)
     label: str = Field(max_length=128)
+    streamed: bool = False
+    num_choices: int = Field(default=1, sa_type=BigInteger)  # prompts × choices of each
+    load_ns: int = Field(default=0, sa_type=BigInteger, sa_column_kwargs={"server_default": "0"})
+    recompute_ns: int = Field(default=0, sa_type=BigInteger, sa_column_kwargs={"server_default": "0"})
 
     @property
     def total_ns(self) -> int:
