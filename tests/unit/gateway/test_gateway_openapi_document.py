@@ -16,7 +16,8 @@ from gateway.openapi import document
 from gateway.operations import OPERATIONS
 
 DOCUMENT = json.loads(document())
-NOT_HERE = {"invalid_rate_card", "last_administrator", "method_not_allowed"}  # the ops port's, and of methods that no route has
+# the ops port's, and of methods that no route has
+NOT_HERE = {"invalid_rate_card", "last_administrator", "method_not_allowed"}
 
 
 def each_operation() -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
