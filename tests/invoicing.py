@@ -89,15 +89,16 @@ async def read(database: Database, invoice_id: str, tenant_id: str | None = None
 
 
 def charge_on(database_url: str, tenant_id: str, finished_unix_ns: int) -> None:
-    """A request of a few dollars at the newest prices, in an installation's database."""
+    """A request of a few dollars at the prices in force, in an installation's database."""
 
     async def work() -> None:
         database = Database(database_url)
         await database.start()
         try:
             async with database.session() as session:
-                card = (await RateCardRepository(session).list_all())[-1]
-            await book(database, enormous(tenant_id, card, finished_unix_ns))
+                cards = await RateCardRepository(session).list_all()
+            in_force = [card for card in cards if card.effective_unix_ns <= finished_unix_ns - SECOND] or cards[:1]
+            await book(database, enormous(tenant_id, in_force[-1], finished_unix_ns))
         finally:
             await database.close()
 

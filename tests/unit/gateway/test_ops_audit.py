@@ -95,7 +95,9 @@ def routes_without_event(server: OpsServer, app, ops: httpx.Client) -> list[tupl
     def invoice() -> str:
         owner = tenant()
         charge_on(server.settings.database_url, owner, time.time_ns())
-        return ops.post("/invoices", json={"tenant": owner, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}).json()["id"]
+        return ops.post(
+            "/invoices", json={"tenant": owner, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}
+        ).json()["id"]
 
     silent, known = [], samples(tenant, key, operator, invoice)
     for method, path in writing_routes(app):
