@@ -116,20 +116,25 @@ def _norm() -> list[Variant]:
 
 
 def _quantised() -> list[Variant]:
-    cases = ("int8 4096→6144 T=16", "fp8 4096→6144 T=64", "fp8 4096→28672 T=64", "int8 14336→4096 T=16")
-    return [
+    few = tuple(f"{kind} {size} T=16" for kind in ("int8", "block fp8") for size in ("4096→6144", "14336→4096"))
+    many = tuple(f"{kind} {size} T=64" for kind in ("int8", "fp8") for size in ("4096→6144", "14336→4096"))
+    wide = ("int8 4096→28672 T=16", "block fp8 4096→28672 T=16", "fp8 4096→28672 T=64")
+    found = []
+    for cases, tried in (
+        (few, ((64, 128, 3, 4, 4), (64, 128, 6, 4, 4), (128, 128, 8, 4, 4), (128, 128, 8, 8, 4), (32, 256, 4, 4, 4))),
         (
-            f"n{n} k{k} warps {warps} stages {stages}",
-            _rows("quantised_linear", block_m=64, block_n=n, block_k=k, num_warps=warps, num_stages=stages),
-            cases,
-        )
-        for n, k, warps, stages in (
-            (16, 256, 2, 6),
-            (16, 256, 4, 6),
-            (32, 256, 4, 4),
-            (64, 128, 4, 4),
-            (64, 256, 4, 3),
-            (32, 128, 2, 6),
-            (128, 128, 8, 4),
-        )
-    ]
+            many,
+            ((128, 128, 4, 4, 4), (128, 128, 8, 4, 3), (256, 128, 11, 8, 3), (64, 128, 4, 4, 4), (128, 64, 8, 4, 5)),
+        ),
+        (
+            wide,
+            ((64, 128, 1, 4, 5), (128, 128, 2, 4, 4), (128, 128, 3, 8, 4), (256, 128, 4, 8, 3), (128, 256, 2, 8, 3)),
+        ),
+    ):
+        for n, k, parts, warps, stages in tried:
+            row = {"block_m": 64, "block_n": n, "block_k": k, "parts": parts, "pdl": 1}
+            row |= {"num_warps": warps, "num_stages": stages}
+            found.append(
+                (f"n{n} k{k} parts {parts} warps {warps} stages {stages}", _rows("quantised_linear", **row), cases)
+            )
+    return found
