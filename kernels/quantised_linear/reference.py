@@ -34,12 +34,16 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
 
 
 def _by_parts(x: Tensor, weight: QuantisedWeight) -> Tensor:
+    """A channel's scale behind the product, so that its numbers are only widened, which is exact."""
     out = torch.empty((len(x), len(weight.data)), dtype=x.dtype, device=x.device)
     for first in range(0, len(weight.data), WIDE_ROWS):
         rows = slice(first, first + WIDE_ROWS)
-        scales = (
-            weight.scales[first // BLOCK : (first + WIDE_ROWS) // BLOCK] if weight.is_blocked else weight.scales[rows]
-        )
-        part = replace(weight, data=weight.data[rows], scales=scales, bias=None)
-        out[:, rows] = linear(x, dequantised(part).to(x.dtype), None if weight.bias is None else weight.bias[rows])
+        if weight.is_blocked:
+            scales = weight.scales[first // BLOCK : (first + WIDE_ROWS) // BLOCK]
+            wide = dequantised(replace(weight, data=weight.data[rows], scales=scales, bias=None))
+            out[:, rows] = linear(x, wide.to(x.dtype), None)
+        else:
+            out[:, rows] = linear(x, weight.data[rows].to(x.dtype), None) * weight.scales[rows]
+        if weight.bias is not None:
+            out[:, rows] += weight.bias[rows]
     return out

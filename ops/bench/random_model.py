@@ -53,7 +53,7 @@ def of_8_bits(name: str, weights: dict[str, torch.Tensor]) -> tuple[dict[str, to
             tiles = weight.float().view(size_out // 128, 128, size_in // 128, 128).abs().amax((1, 3)) / most
             scales = tiles if is_blocked else weight.float().abs().amax(1) / most
             numbers = weight.float() / dequantised(QuantisedWeight(torch.ones_like(weight, dtype=torch.int8), scales))
-            data = (numbers.round() if kind == torch.int8 else numbers).to(kind)
+            data = (numbers.round() if kind == torch.int8 else numbers).clamp(-most, most).to(kind)  # past 448 is NaN
             stored[key], stored[key + SCALE] = data, scales
             wide[key] = dequantised(QuantisedWeight(data, scales)).to(weight.dtype)
     return stored, wide
