@@ -40,19 +40,22 @@ from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
+from gateway.refusals import Refusals
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.span_sink import otlp_sink
 from gateway.targets import Targets
-from gateway.telemetry import Telemetry
-from gateway.tracing import otlp_sink
+from gateway.telemetry import Metrics, Telemetry
 from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
+from tenants.ledger import Ledger
 from tenants.local_share import LocalShare
 from tenants.pricing import Quantities, RateCard, charges, is_billed
 from tenants.quota import Quota
 from tenants.secrets import Secrets
+from tenants.slo.sums import SloFold
 from tenants.staged_uploads import StagedUploads
 
 ENGINES_READY_S = 30.0
@@ -82,21 +85,22 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         telemetry = _telemetry(settings, directory, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
-        settlement = Settlement(
-            database, directory, secrets.every_context_key, lambda reason: metrics.unbooked.labels(reason).inc()
-        )
-        await _started(stack, settlement)
+        settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
+        telemetry.on_refused = (await _started(stack, Refusals(database, metrics.count_slo))).count
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         quota = Quota(redis, settings.store_deadline_s)
         share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
-        limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
+        limiter = Limiter(quota, share, metrics.fallback)
+        metrics.store_away.set_function(lambda: float(limiter.is_away))
         admission = await _started(stack, Admission(await _started(stack, limiter)))
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card, directory.holds)
+        dispatch = Dispatch(
+            admission, secrets, settlement.post_lost, directory.rate_card, directory.holds, metrics.fallback
+        )
         directory.on_revoked = dispatch.revoke
         reader = Reader(targets, grammars)
         yield Parts(
@@ -116,6 +120,16 @@ async def _started(stack: contextlib.AsyncExitStack, part):
     await part.start()
     stack.push_async_callback(part.close)
     return part
+
+
+def _settlement(database: Database, directory: Directory, secrets: Secrets, metrics: Metrics) -> Settlement:
+    """With all that follows from records, in this order."""
+
+    def count(reason: str) -> None:
+        metrics.unbooked.labels(reason).inc()
+
+    ledger = Ledger(folds=(SloFold(metrics.count_slo),), count_unbooked=count)
+    return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
 def _client_of(peer: str, settlement: Settlement, targets: Targets):
@@ -152,8 +166,11 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
 
 def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
     telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
-    if settings.otlp_endpoint:
-        telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
+    try:
+        telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
+    except ValueError as error:
+        _log.error("no traces: %s", error)
+    if telemetry.spans is not None:
         stack.callback(telemetry.spans.close)
     return telemetry
 

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from gateway.errors import TABLE
-from gateway.operations import OPERATIONS, Operation
+from gateway.operation import Operation
+from gateway.operations import OPERATIONS
 from gateway.resources import ErrorBody
 
 VERSION = "3.1.0"
@@ -115,6 +116,7 @@ def _answer(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
             "schema": {"type": "string", "description": _EVENTS},
             "x-event-schema": {"anyOf": [schemas.of(operation.chunk), schemas.of(ErrorBody)]},
         }
+    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.texts}
     return {"description": operation.summary, "headers": _headers(operation.headers), "content": content}
 
 

@@ -27,7 +27,7 @@ from tenants.limits import (
     set_limits,
 )
 from tenants.pricing import PriceKey, RateCard
-from tenants.record_repository import RecordRepository, UsageBucket, UsageQuery, UsageRow
+from tenants.record_repository import RecordRepository
 from tenants.stamps import change_stamp, new_id
 from tenants.tables import (
     AdapterAlias,
@@ -38,6 +38,8 @@ from tenants.tables import (
     RateCardVersion,
     Tenant,
 )
+from tenants.usage_query import UsageBucket, UsageQuery, UsageRow
+from tenants.usage_repository import UsageRepository
 
 __all__ = [
     "KEY_LIMITS",
@@ -53,6 +55,7 @@ __all__ = [
     "TenantRepository",
     "UsageBucket",
     "UsageQuery",
+    "UsageRepository",
     "UsageRow",
     "new_id",
 ]
@@ -200,6 +203,16 @@ class RateCardRepository:
             self._session.add(RateCardItem(rate_card_id=card.rate_card_id, **item))
         await self._session.flush()
         return card
+
+    async def revise(
+        self, changes: Mapping[PriceKey, int | None], effective_unix_ns: int, now_unix_ns: int
+    ) -> RateCard:
+        """As ``publish``: the newest version's prices with these changes. None takes an item away: a more general one
+        holds then."""
+        newest = (await self.list_all())[-1:]
+        prices = {**(newest[0].prices if newest else {}), **changes}
+        kept = {key: price for key, price in prices.items() if price is not None}
+        return await self.publish(kept, effective_unix_ns, now_unix_ns)
 
     async def get(self, rate_card_id: str) -> RateCard | None:
         return next((card for card in await self.list_all() if card.rate_card_id == rate_card_id), None)

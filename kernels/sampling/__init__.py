@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import reference
+from kernels.timing import timed
 
 __all__ = ["Edits", "SamplingRows", "edit_logits", "sample"]
 
@@ -42,6 +43,7 @@ class Edits:
     minus: Tensor
 
 
+@timed("sampling")
 def edit_logits(logits: Tensor, edits: Edits) -> None:
     """logits [R, V] fp32, in place."""
     assert logits.dtype == torch.float32, logits.dtype
@@ -53,6 +55,7 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
     reference.edit_logits(logits, edits)
 
 
+@timed("sampling")
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """logits [R, V] fp32 → tokens [R] int64. NaN is the lowest logit of all.
 

@@ -3,9 +3,16 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
+from tenants.tables.events import Event
+from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
-from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.replicas import ReplicaTime
+from tenants.tables.rollups import UsageRollup, UsageSeries
+from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
+from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -14,15 +21,34 @@ __all__ = [
     "ApiKey",
     "AuditEvent",
     "AuditHead",
+    "CreditNote",
+    "CreditNoteLine",
+    "DocumentSeries",
+    "Event",
     "IdempotentRequest",
+    "Invoice",
+    "InvoiceLine",
     "JsonList",
+    "LatencyMinute",
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
+    "Posting",
+    "PostingHead",
     "RateCardItem",
     "RateCardVersion",
+    "RefusalMinute",
+    "ReplicaTime",
     "RequestRecord",
+    "SloIncident",
+    "SloMinute",
+    "SloObjective",
+    "SloWatch",
     "StringList",
     "Tenant",
+    "UnbookedRecord",
+    "UsageRollup",
+    "UsageSeries",
+    "WideInteger",
     "metadata",
 ]

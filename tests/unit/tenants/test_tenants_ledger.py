@@ -7,16 +7,18 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
+import msgspec
 import pytest
 from sqlmodel import select
 
+from tenants.audit_log import AuditLog
 from tenants.database import Database
 from tenants.errors import InvalidRecord, InvalidValue
 from tenants.ledger import Ledger, SettledRequest, entry_id
 from tenants.meter import RequestContext
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, MAX_QUANTITY, METERS, RateCard, default_prices
-from tenants.repositories import RateCardRepository, RecordRepository, UsageQuery
-from tenants.tables import LedgerEntry, RequestRecord
+from tenants.repositories import RateCardRepository, RecordRepository, UsageQuery, UsageRepository
+from tenants.tables import LedgerEntry, RequestRecord, UnbookedRecord
 
 CARD = RateCard("rc_1", 1, 0, default_prices())
 CARDS = {"rc_1": CARD}
@@ -58,12 +60,12 @@ async def everything(database) -> tuple[list[RequestRecord], list[LedgerEntry]]:
 
 async def usage(database, tenant_id="ten_a", **query):
     async with database.session() as session:
-        return await RecordRepository(session).usage_buckets(tenant_id, UsageQuery(**query))
+        return await UsageRepository(session).usage_buckets(tenant_id, UsageQuery(**query))
 
 
 async def costs(database, tenant_id="ten_a", **query):
     async with database.session() as session:
-        return await RecordRepository(session).cost_buckets(tenant_id, UsageQuery(**query))
+        return await UsageRepository(session).cost_buckets(tenant_id, UsageQuery(**query))
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
@@ -95,6 +97,9 @@ def test_a_served_request_becomes_one_receipt_and_one_entry_a_meter(with_databas
 
 def test_an_entrys_id_is_the_same_for_ever():
     assert entry_id("00000000-0000-0000-0000-000000000001", "requests") == "2aba76a7-aa85-55d4-8aa6-9d6cec886dd7"
+    namespace = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")
+    for number in range(200):
+        assert entry_id(str(number), "requests") == str(uuid.uuid5(namespace, f"{number}/requests"))
 
 
 @pytest.mark.parametrize(
@@ -165,11 +170,32 @@ def test_a_card_that_the_gateway_does_not_know_yet_is_read_from_the_database(wit
     with_database(body)
 
 
-def test_a_billed_record_with_a_card_that_nobody_has_is_not_posted(with_database):
+def test_a_record_with_a_card_that_nobody_has_is_set_aside_counted_and_audited_and_the_others_are_booked(with_database):
+    counted = []
+
     async def body(database):
-        with pytest.raises(LookupError):
-            await post(database, settled(2), settled(rate_card_id="rc_unknown"))
-        assert await everything(database) == ([], [])
+        stranger = settled(rate_card_id="rc_unknown")
+        for _ in range(2):  # it comes again: an engine that was not told of the commit
+            async with database.transaction() as session:
+                await Ledger((), counted.append).post(session, [stranger, settled(2)], CARDS)
+        records, entries = await everything(database)
+        async with database.session() as session:
+            (kept,) = (await session.exec(select(UnbookedRecord))).all()
+            events = await AuditLog(session).page(0, 10)
+
+        assert [record.request_id for record in records] == [settled(2).context.request_id]
+        assert len(entries) == 4
+        assert counted == ["unknown_rate_card"]
+        assert (kept.request_id, kept.tenant_id, kept.reason) == (str(uuid.UUID(int=1)), "ten_a", "unknown_rate_card")
+        assert msgspec.json.decode(kept.record, type=SettledRequest) == stranger
+        assert [(event.action, event.target) for event in events] == [("ledger.set_aside", kept.request_id)]
+
+    with_database(body)
+
+
+def test_an_unbilled_record_needs_no_card(with_database):
+    async def body(database):
+        assert await post(database, settled(outcome=503, rate_card_id="")) == 1
 
     with_database(body)
 
@@ -450,13 +476,14 @@ def test_a_fold_sees_each_record_once_whatever_comes_again(with_database):
     assert [bool(booked.charges) for booked in seen.booked] == [booked.request.outcome != 503 for booked in seen.booked]
 
 
-def test_a_second_dispatch_that_is_billed_too_is_shown_without_charges(with_database):
+@pytest.mark.parametrize("batches", [[[0], [1]], [[1, 0]]])
+def test_a_second_dispatch_that_is_billed_too_is_shown_without_charges(with_database, batches):
     seen = Seen()
 
     async def body(database):
-        for attempt in (0, 1):
+        for batch in batches:
             async with database.transaction() as session:
-                await Ledger([seen]).post(session, [settled(1, attempt=attempt)], CARDS)
+                await Ledger([seen]).post(session, [settled(1, attempt=attempt) for attempt in batch], CARDS)
 
     with_database(body)
 
