@@ -8,6 +8,7 @@ from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, 
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
@@ -37,6 +38,7 @@ __all__ = [
     "RateCardItem",
     "RateCardVersion",
     "RefusalMinute",
+    "ReplicaTime",
     "RequestRecord",
     "SloIncident",
     "SloMinute",
