@@ -1,14 +1,14 @@
 """create the table of the replicas' time; say what loading and recomputing for a request took
 
 Revision ID: replica_time
-Revises: slo
+Revises: invoices
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "replica_time"
-down_revision = "slo"
+down_revision = "invoices"
 branch_labels = None
 depends_on = None
 
