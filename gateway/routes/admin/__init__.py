@@ -7,15 +7,17 @@ audit event and is in force at every gateway within a second.
 from litestar import Router
 
 from gateway.routes.admin.audit import Audit
+from gateway.routes.admin.invoices import Invoices
 from gateway.routes.admin.keys import Keys, TenantKeys
 from gateway.routes.admin.machines import Machines
 from gateway.routes.admin.money import Money
 from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
 from gateway.routes.admin.tenants import Tenants
+from gateway.routes.admin.webhooks import Webhooks
 
 
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
-    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards]
+    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices, Webhooks]
     return Router("/admin/v1", route_handlers=handlers)
