@@ -23,7 +23,8 @@ _NAMESPACE = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")  # ours, fixed fo
 _MAX_NS = 1 << 62
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
 _DURATIONS = ("queue_ns", "prefill_ns", "decode_ns", "post_ns", "network_ns", "first_token_ns", "gpu_ns")
-_COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns")
+_COSTS = ("load_ns", "recompute_ns")
+_COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns", *_COSTS)
 _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
     *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label", "streamed", "num_choices"),
@@ -55,9 +56,11 @@ class SettledRequest:
     first_token_ns: int
     gpu_ns: int
     finished_unix_ns: int
+    load_ns: int = 0
+    recompute_ns: int = 0
 
     def __post_init__(self) -> None:
-        for name in (*_DURATIONS, "finished_unix_ns"):
+        for name in (*_DURATIONS, *_COSTS, "finished_unix_ns"):
             if not 0 <= getattr(self, name) <= _MAX_NS:
                 raise InvalidRecord(f"{name} is {getattr(self, name)}")
         for name in _TOKENS:

@@ -4,12 +4,14 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event
+from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
-from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
@@ -19,8 +21,13 @@ __all__ = [
     "ApiKey",
     "AuditEvent",
     "AuditHead",
+    "CreditNote",
+    "CreditNoteLine",
+    "DocumentSeries",
     "Event",
     "IdempotentRequest",
+    "Invoice",
+    "InvoiceLine",
     "JsonList",
     "LatencyMinute",
     "LedgerEntry",
@@ -31,6 +38,7 @@ __all__ = [
     "RateCardItem",
     "RateCardVersion",
     "RefusalMinute",
+    "ReplicaTime",
     "RequestRecord",
     "SloIncident",
     "SloMinute",
@@ -41,5 +49,6 @@ __all__ = [
     "UnbookedRecord",
     "UsageRollup",
     "UsageSeries",
+    "WideInteger",
     "metadata",
 ]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,7 @@ def samples(tenant: Make, key: Make, operator: Make) -> dict[tuple[str, str], Ca
         ("POST", "/operators"): lambda: ("/operators", {"name": "walked"}),
         ("POST", "/operators/{key_id}/rotate"): lambda: (f"/operators/{operator()}/rotate", {}),
         ("DELETE", "/operators/{key_id}"): lambda: (f"/operators/{operator()}", {}),
+        ("POST", "/rate-cards"): lambda: ("/rate-cards", {"effective_from": int(time.time()) + 1000}),
     }
 
 
@@ -177,6 +179,8 @@ def damaged(server: OpsServer) -> Iterator[Callable[[str], None]]:
     """Runs statements on the server's database; afterwards the log is as it was."""
     with contextlib.closing(sqlite3.connect(server.home / "tenora.db", isolation_level=None)) as db:
         rows = db.execute("SELECT * FROM audit_event").fetchall()
+        for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            db.execute(f"DROP TRIGGER {name}")  # they would refuse what an attacker does behind their back
         yield db.execute
         db.execute("DELETE FROM audit_event")
         db.executemany(f"INSERT INTO audit_event VALUES ({', '.join('?' * len(rows[0]))})", rows)
