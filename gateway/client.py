@@ -73,6 +73,20 @@ class Api:
         except httpx.TransportError as error:
             raise ApiFailed(f"{url} did not answer to the end ({error})") from error
 
+    def text(self, path: str, params: dict[str, Any]) -> str:
+        """An answer that is no JSON. Raises ApiFailed with the server's own words."""
+        url = self._base_url + path
+        try:
+            answer = httpx.get(url, params=params, headers=self._headers, timeout=TIMEOUT_S, trust_env=False)
+        except httpx.TransportError as error:
+            raise ApiFailed(
+                f"no answer from {self._base_url} ({error}): start `tenora serve`, or give its URL"
+            ) from error
+        if not answer.is_success:
+            message = _object(answer).get("error", {}).get("message") or f"{url} answered {answer.status_code}"
+            raise ApiFailed(message, answer.status_code)
+        return answer.text
+
     def every(self, path: str, params: dict[str, Any]) -> list[Any]:
         """The items of all pages of a list."""
         page = self.call("GET", path, params=params)

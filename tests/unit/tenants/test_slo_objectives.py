@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from slo_requests import SECOND, objective
-
 from tenants.slo.objectives import effective_from
 from tenants.slo.repository import ObjectiveRepository
+from tests.slo_requests import SECOND, objective
 
 DRAFT = objective("ttft", 500, version_id="", version=0)
 NOON_NS = 1_900_000_800 * SECOND

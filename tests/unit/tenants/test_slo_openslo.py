@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from slo_requests import objective
 
 from tenants.errors import InvalidValue
 from tenants.slo.openslo import MAX_DOCUMENT_BYTES, read, write
+from tests.slo_requests import objective
 
 DRAFT = {"version_id": "", "version": 0, "effective_unix_ns": 0}
 EVERY = [

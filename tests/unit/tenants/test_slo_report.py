@@ -6,13 +6,13 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 import pytest
-from slo_requests import MS, NOON_S, booked, objective, post, post_in_batches, promise
 
 from tenants.errors import InvalidValue
 from tenants.slo.budgets import wilson
 from tenants.slo.refusals import Refusal, write_refusals
 from tenants.slo.reporting import MAX_DAYS, SloQuery, document_hash, slo_report
 from tenants.tables import Tenant
+from tests.slo_requests import MS, NOON_S, booked, objective, post, post_in_batches, promise
 
 HOUR_S, DAY_S = 3600, 86_400
 QUERY = SloQuery(NOON_S, NOON_S + HOUR_S)
