@@ -10,8 +10,8 @@ import msgspec
 from litestar import Response
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from gateway.documents import csv_answer, page_answer
 from tenants.errors import InvalidValue
-from tenants.page import PAGE_CSP
 from tenants.periods import midnight_ns
 from tenants.slo.objectives import MINUTE_S
 from tenants.slo.page import csv, html
@@ -19,7 +19,6 @@ from tenants.slo.report import Report
 from tenants.slo.reporting import GROUPS, SloQuery, slo_report
 from tenants.tables import Tenant
 
-PARAMETERS = ("start", "end", "group", "format", "table")
 FORMATS = ("json", "csv", "html")
 DEFAULT_DAYS = 30
 _NUMBER, _DATE = re.compile(r"[0-9]{1,10}"), re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
@@ -45,12 +44,10 @@ def query_of(asked: Mapping[str, str], time_zone: str, now: float | None = None)
 
 def _as(form: str, report: Report, asked: Mapping[str, str]) -> Response:
     if form == "html":
-        headers = {"content-security-policy": PAGE_CSP}
-        return Response(html(report), media_type="text/html; charset=utf-8", headers=headers)
+        return page_answer(html(report))
     if form == "csv":
         which = asked.get("table", "rows")
-        headers = {"content-disposition": f'attachment; filename="slo-{which}.csv"'}
-        return Response(csv(report, which), media_type="text/csv; charset=utf-8", headers=headers)
+        return csv_answer(csv(report, which), f"slo-{which}")
     return Response(msgspec.json.encode(report), media_type="application/json")
 
 

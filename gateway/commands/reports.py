@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import click
 
@@ -48,7 +49,7 @@ def report_slo(name: str, form: str, which: str, output: Path | None, as_json: b
     api = ops_api(**more)
     params = {"tenant": find_tenant(api, name)["id"]} | {field: value for field, value in asked.items() if value}
     if form != "table" and not as_json:
-        text = api.text("/reports/slo", params | {"format": form, "table": which})
+        text = api.text(f"/reports/slo?{urlencode(params | {'format': form, 'table': which})}")
         with click.open_file(str(output or "-"), "w", encoding="utf-8") as file:
             file.write(text)
         return

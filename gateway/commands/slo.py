@@ -53,7 +53,7 @@ def slo_export(name: str, output: Path | None, as_json: bool, **where: Any) -> N
     """Write a tenant's objectives as OpenSLO documents, which `slo apply` takes. It is YAML with --json too: a JSON
     form of it is what `slo show --json` prints."""
     api = ops_api(**where)
-    text = api.text("/slo-objectives", {"tenant": find_tenant(api, name)["id"], "format": "openslo"})
+    text = api.text(f"/slo-objectives?tenant={find_tenant(api, name)['id']}&format=openslo")
     with click.open_file(str(output or "-"), "w", encoding="utf-8") as file:
         file.write(text)
 

@@ -84,7 +84,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("To (not included)", report.local_end),
         ("Time zone", report.time_zone),
         ("Made", _when(report.generated_at, ZoneInfo(report.time_zone))),
-        ("Data until", _when(report.booked_until, ZoneInfo(report.time_zone))),
+        ("Complete until", _when(report.complete_until, ZoneInfo(report.time_zone))),
         ("Interval over", _percent(report.elapsed_ratio)),
     ]
 

@@ -16,10 +16,11 @@ from tenants.slo.histogram import Histogram
 from tenants.slo.objectives import Objectives
 from tenants.slo.sums import ALL, Minute, decode_minute, model_name
 from tenants.slo.verdict import Verdict, judge_refusal
-from tenants.tables import LatencyMinute, RefusalMinute, SloMinute, UsageRollup, UsageSeries
+from tenants.tables import LatencyMinute, RefusalMinute, ReplicaTime, SloMinute, UsageRollup, UsageSeries
 from tenants.usage_sums import charged
 
 QUARTER_S = 900  # every zone's days and hours begin with one
+HEARD_S = 3600  # an engine that is gone for longer holds nothing back
 _PAGE = 64
 Place: TypeAlias = tuple[str, str]  # model and class
 BySli: TypeAlias = dict[str, Counts]
@@ -130,11 +131,13 @@ class Readings:
             found[model_name(model), flow_class].gpu_ns += gpu_ns
         return found
 
-    async def last_booked_s(self, start_s: int, end_s: int) -> int | None:
-        """The end of the last minute in which a request is known to have ended; None: there is none."""
-        query = self._of(SloMinute, start_s, end_s, func.max(SloMinute.minute_s))
-        last = (await self._session.exec(query)).one()
-        return None if last is None else last + 60
+    async def complete_until(self, now_s: int) -> int | None:
+        """What ended before is booked: journals arrive in order, and so far has each engine's come that was heard
+        within HEARD_S. None: none was."""
+        newest = func.max(ReplicaTime.until_unix_ns)
+        query = select(newest).where(col(ReplicaTime.until_unix_ns) >= (now_s - HEARD_S) * 10**9)
+        heard = (await self._session.exec(query.group_by(col(ReplicaTime.engine_id)))).all()
+        return min(heard) // 10**9 if heard else None
 
     async def _gpu_ns(self, start_s: int, end_s: int) -> Iterable[tuple[str, str, int]]:
         found: Counter[Place] = Counter()

@@ -123,8 +123,8 @@ class Hour(Struct, frozen=True):
 
 class Report(Struct, frozen=True, kw_only=True):
     """``document_hash`` is the SHA-256 of all but itself and ``generated_at``, as JSON with sorted keys;
-    ``objectives_hash`` that of the OpenSLO documents in force. ``booked_until``: the end of the last minute that has a
-    request; ``elapsed_ratio``: how much of the interval was over by then."""
+    ``objectives_hash`` that of the OpenSLO documents in force. ``complete_until``: of what ended before, nothing
+    is missing (null: no engine was heard); ``elapsed_ratio``: how much of the interval was over when it was made."""
 
     object: str = "slo_report"
     schema: int = SCHEMA
@@ -137,7 +137,7 @@ class Report(Struct, frozen=True, kw_only=True):
     local_end: str
     generated_at: int
     elapsed_ratio: float
-    booked_until: int | None
+    complete_until: int | None
     total: Row
     rows: list[Row]
     objectives: list[ObjectiveRow]

@@ -106,7 +106,7 @@ async def slo_report(
         local_end=_local(query.end_s, zone),
         generated_at=generated_at,
         elapsed_ratio=_elapsed(query, generated_at),
-        booked_until=await readings.last_booked_s(query.start_s, query.end_s),
+        complete_until=await readings.complete_until(generated_at),
         total=_row((None, None), evidence, query),
         rows=[_row(scope, evidence, query) for scope in _scopes(evidence, query.group)],
         objectives=[objective_row(each, series[each.version_id], *interval) for each in promised],

@@ -17,7 +17,9 @@ from tenants.repositories import TenantRepository
 from tenants.slo import openslo
 from tenants.slo.objectives import Objective, Sli
 from tenants.slo.repository import ObjectiveRepository
+from tenants.slo.watch import incident_data, incidents_of
 
+MAX_INCIDENTS = 1000
 _YAML = "application/yaml; charset=utf-8"
 
 
@@ -36,6 +38,10 @@ class ObjectiveScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     flow_class: str = msgspec.field(name="class")
     sli: Sli | None = None
+
+
+class IncidentQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tenant: str
 
 
 class SloObjectives(Controller):
@@ -90,6 +96,15 @@ class SloObjectives(Controller):
 
 
 class SloReports(Controller):
+    @get("/slo-incidents", guards=[needs("read")])
+    async def incidents(self, request: Request, state: State) -> Body:
+        """Alerts that were raised for a tenant, the last MAX_INCIDENTS, newest first; ``closed_at`` null: still so."""
+        query = msgspec.convert(dict(request.query_params), IncidentQuery)
+        async with session_of(state) as session:
+            found(await TenantRepository(session).ever_was(query.tenant), f"no tenant {query.tenant}")
+            newest = await incidents_of(session, query.tenant, MAX_INCIDENTS)
+        return listed([{"object": "slo_incident", **incident_data(each)} for each in newest])
+
     @get("/reports/slo", guards=[needs("billing")])
     async def report(self, request: Request, state: State) -> Response[Any]:
         """Of ``tenant``, also a deleted one, in [start, end); ``format`` is json, csv or html."""
@@ -98,7 +113,7 @@ class SloReports(Controller):
         if not tenant_id:
             raise InvalidValue("tenant", "is required")
         async with session_of(state) as session:
-            tenant = found(await TenantRepository(session).ever_was(tenant_id), f"no tenant {tenant_id}")
+            tenant = found(await TenantRepository(session).even_deleted(tenant_id), f"no tenant {tenant_id}")
             return await answer(session, tenant, asked)
 
 

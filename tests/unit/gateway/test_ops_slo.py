@@ -152,7 +152,7 @@ def test_a_report_has_the_same_numbers_in_each_of_its_forms(server, ops):
     )
     assert (row["model"], row["class"], row["latency_ttft_count"]) == ("smollm2", "standard", "4")
     assert text.headers["content-type"].startswith("text/csv")
-    assert page.headers["content-security-policy"] == PAGE_CSP
+    assert page.headers["content-security-policy"].startswith(PAGE_CSP)
     assert "&lt;b&gt;=1+1" in page.text
     assert "<b>" not in page.text
     assert "75 % (3 of 4;" in page.text

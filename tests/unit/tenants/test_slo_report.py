@@ -7,7 +7,9 @@ from zoneinfo import ZoneInfo
 import msgspec
 import pytest
 
+from tenants import replica_times
 from tenants.errors import InvalidValue
+from tenants.replica_times import ReplicaSpan
 from tenants.slo.budgets import wilson
 from tenants.slo.refusals import Refusal, write_refusals
 from tenants.slo.reporting import MAX_DAYS, SloQuery, document_hash, slo_report
@@ -159,7 +161,7 @@ def test_an_empty_window_has_nulls_and_zeros(with_database):
     row = report.objectives[0]
     assert (row.attainment.valid, row.attainment.ratio, row.is_met, row.budget.left_ratio) == (0, None, None, None)
     assert set(row.burn.values()) == {None}
-    assert (report.rows, report.incidents, report.booked_until) == ([], [], None)
+    assert (report.rows, report.incidents, report.complete_until) == ([], [], None)
     assert [hour.ttft.count for hour in report.hours] == [0]
 
 
@@ -193,6 +195,23 @@ def test_refusals_are_shown_and_those_of_ours_are_bad(with_database):
     assert report.total.refused == {"invalid_json": 2, "overloaded": 3, "rate_limit_exceeded": 7}
     assert (report.objectives[0].attainment.valid, report.objectives[0].budget.bad) == (4, 3)
     assert [row.model for row in report.rows] == ["", "smollm2"]
+
+
+def test_data_is_complete_until_the_engine_that_is_furthest_behind(with_database):
+    now_s = NOON_S + 2 * HOUR_S
+    heard = {"e1": (now_s - 5, now_s - 9), "e2": (now_s - 60,), "long-gone": (now_s - 4000,)}
+    spans = [
+        ReplicaSpan(engine_id, 1, number, "smollm2", until_s * 10**9, *[0] * 9)
+        for engine_id, times in heard.items()
+        for number, until_s in enumerate(times)
+    ]
+
+    async def body(database):
+        async with database.transaction() as session:
+            await replica_times.post(session, spans)
+        return await read(database)
+
+    assert with_database(body).complete_until == now_s - 60
 
 
 def test_an_interval_holds_its_start_and_not_its_end(with_database):
