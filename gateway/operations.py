@@ -37,6 +37,7 @@ from gateway.schemas import (
 )
 from gateway.slo_answer import FORMATS
 from gateway.upload import CONFIG, FIELDS, FILES, WEIGHTS
+from gateway.webhooks.operations import WEBHOOKS
 from tenants.slo.page import TABLES
 from tenants.slo.report import Report as SloReport
 
@@ -329,4 +330,4 @@ _OPEN = (
     ),
 )
 
-OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *_OPEN)
+OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *WEBHOOKS, *_OPEN)

@@ -15,10 +15,11 @@ from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
 from gateway.routes.admin.slo import SloObjectives, SloReports
 from gateway.routes.admin.tenants import Tenants
+from gateway.routes.admin.webhooks import Webhooks
 
 
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
-    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices]
+    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices, Webhooks]
     handlers += [SloObjectives, SloReports]
     return Router("/admin/v1", route_handlers=handlers)
