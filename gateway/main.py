@@ -25,6 +25,7 @@ from redis.asyncio import Redis
 
 from engine.client import EngineClient, EngineLost
 from gateway import scrape
+from gateway.adapter_meter import AdapterMeter
 from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
@@ -223,6 +224,8 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with running_parts(settings, index) as parts:
         sweeping = asyncio.create_task(AdapterSweep(parts.adapters, parts.uploads).keep_sweeping(), name="sweep")
+        meter = AdapterMeter(parts.catalog, parts.targets, parts.database)
+        reading = asyncio.create_task(meter.keep_reading(), name="adapter-meter")
         registry = parts.pipeline.telemetry.metrics.registry
         bounds = Bounds(settings.max_connections, settings.receive_seconds)
         server = _Server(_uvicorn_config(build_app(parts), bounds))
@@ -238,6 +241,7 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
             server.should_exit = True
             await serving
         sweeping.cancel()
+        reading.cancel()
 
 
 async def _accepting(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
