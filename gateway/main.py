@@ -45,6 +45,7 @@ from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.refusals import Refusals
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.slo_watch import SloWatcher
 from gateway.span_sink import otlp_sink
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
@@ -93,6 +94,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         metrics = telemetry.metrics
         settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
         telemetry.on_refused = (await _started(stack, Refusals(database, metrics.count_slo))).count
+        await _started(stack, SloWatcher(database))
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
