@@ -77,7 +77,7 @@ def payload_bytes(header: bytes) -> int:
 
 def before_of(header: bytes) -> Mark:
     """What lies before the entry that has this header."""
-    _, number, _, before, _ = _HEADER.unpack(header)
+    _, number, _, before, _ = _HEADER.unpack_from(header)
     return Mark(number - 1, before)
 
 
