@@ -23,15 +23,18 @@ FIT_STEPS = (32, 64, 128, 256)  # the first fits; then after every BLOCK_STEPS
 BLOCK_STEPS = 256
 MEMORY_STEPS = 1 << 16  # a step's weight falls to a third in so many: hardware and load change
 ERROR_STEPS = 1 << 10
+REWEIGHTINGS = 4  # the weights of a block's steps depend on the coefficients that are looked for
+OUTLIER = 3.0
 _RIDGE = 1e-9  # of a feature's own weight: what the steps can't tell apart gets equal parts
 
 
 class CostFit:
-    """Least squares on relative errors, with coefficients ≥ 0: ``coefficients`` as FEATURES.
+    """Least squares with coefficients ≥ 0: ``coefficients`` as FEATURES.
 
-    Relative, since what is shared is a step's time, whatever it is; a step that something from outside made ten times
-    as long weighs a hundredth. All is a function of the steps seen, in their order. ``error_ratio`` and ``r_squared``
-    are of predictions with coefficients found before the step, over about the last 1,024 steps; 0 before there are any.
+    Errors count in proportion to what is predicted, since shares are of a step's time, whatever it is; and what took
+    over three times the prediction, for a reason from outside, counts as three times. All is a function of the steps
+    seen, in their order. ``error_ratio`` and ``r_squared`` are of predictions with coefficients found before the step,
+    over about the last 1,024 steps; 0 before there are any.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,7 @@ class CostFit:
         self._errors = np.zeros(5)  # decaying sums over steps: 1, |error| / y, error², y, y²
 
     def observe(self, features: Floats, step_ns: int) -> None:
-        """A step that took ``step_ns`` > 0; in one of BLOCK_STEPS the coefficients are found anew (some 0.5 ms)."""
+        """A step that took ``step_ns`` > 0; in one of BLOCK_STEPS the coefficients are found anew (1 ms)."""
         self._block[self._num_in_block] = features
         self._block_ns[self._num_in_block] = step_ns
         self._num_in_block += 1
@@ -53,17 +56,27 @@ class CostFit:
         if self.num_steps in FIT_STEPS or self._num_in_block == BLOCK_STEPS:
             self._take(self._block[: self._num_in_block], self._block_ns[: self._num_in_block])
             self._num_in_block = 0
-            self.coefficients = solve(self._products, self._sums)
 
     def _take(self, rows: Floats, steps_ns: Floats) -> None:
-        if self.num_steps > FIT_STEPS[0]:
-            errors = rows @ self.coefficients - steps_ns
-            parts = np.ones_like(steps_ns), np.abs(errors) / steps_ns, errors**2, steps_ns, steps_ns**2
-            self._errors = self._errors * (1 - 1 / ERROR_STEPS) ** len(rows) + np.sum(parts, axis=1)
-        scaled = rows / steps_ns[:, None]
+        is_first = self.num_steps == FIT_STEPS[0]
+        if not is_first:
+            self._measure(rows @ self.coefficients, steps_ns)
         keep = (1 - 1 / MEMORY_STEPS) ** len(rows)
-        self._products = self._products * keep + scaled.T @ scaled
-        self._sums = self._sums * keep + scaled.sum(axis=0)
+        before, before_sums = self._products * keep, self._sums * keep
+        scale = steps_ns if is_first else np.maximum(rows @ self.coefficients, steps_ns)
+        seen_ns = steps_ns
+        for _ in range(REWEIGHTINGS):
+            scaled = rows / scale[:, None]
+            self._products = before + scaled.T @ scaled
+            self._sums = before_sums + scaled.T @ (seen_ns / scale)
+            self.coefficients = solve(self._products, self._sums)
+            scale = np.maximum(rows @ self.coefficients, 1.0)
+            seen_ns = np.clip(steps_ns, scale / OUTLIER, scale * OUTLIER)
+
+    def _measure(self, predicted_ns: Floats, steps_ns: Floats) -> None:
+        errors = predicted_ns - steps_ns
+        parts = np.ones_like(steps_ns), np.abs(errors) / steps_ns, errors**2, steps_ns, steps_ns**2
+        self._errors = self._errors * (1 - 1 / ERROR_STEPS) ** len(steps_ns) + np.sum(parts, axis=1)
 
     @property
     def error_ratio(self) -> float:

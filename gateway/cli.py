@@ -1,7 +1,7 @@
 """The `tenora` command: a client of the ops API and, with a tenant's key, of the public API.
 
-Only `serve`, `engine`, `migrate`, `secrets`, `audit` and `backup` open anything themselves. Every error is one line that says
-what to do.
+Only `serve`, `engine`, `migrate`, `secrets`, `audit` and `backup` open anything themselves. Every error is one line
+that says what to do.
 """
 
 import os
@@ -15,6 +15,7 @@ from gateway.commands.adapters import adapter
 from gateway.commands.audit import audit
 from gateway.commands.backup import backup
 from gateway.commands.common import Failed, OneLine, database_options, show
+from gateway.commands.invoices import invoice
 from gateway.commands.keys import key
 from gateway.commands.operators import operator
 from gateway.commands.prices import price
@@ -81,7 +82,7 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, backup, adapter, price, report):
+for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report):
     main.add_command(command)
 
 

@@ -1,5 +1,6 @@
 """The ledger's only writer: usage records in, receipts, charges and their sums out, each once for ever."""
 
+import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,8 +125,10 @@ class Ledger:
 
 
 def entry_id(request_id: str, meter: str) -> str:
-    """The permanent name of a charge."""
-    return str(uuid.uuid5(_NAMESPACE, f"{request_id}/{meter}"))
+    """The permanent name of a charge: uuid5, written out, since the library's took a quarter of posting's time."""
+    name = hashlib.sha1(_NAMESPACE.bytes + f"{request_id}/{meter}".encode(), usedforsecurity=False).hexdigest()
+    variant = "89ab"[int(name[16], 16) & 3]
+    return f"{name[:8]}-{name[8:12]}-5{name[13:16]}-{variant}{name[17:20]}-{name[20:32]}"
 
 
 @dataclass(frozen=True, slots=True)
