@@ -27,7 +27,7 @@ _RETRIES = 5
 @click.option("--secrets", type=Path, envvar="TENORA_SECRETS", help="[default: HOME/secrets.json]")
 @click.option("--pg-dump", default="pg_dump", show_default=True, help="As new as the PostgreSQL server, or newer.")
 @database_options
-def backup(  # noqa: PLR0913, PLR0917 (one parameter an option)
+def backup(
     to: Path, blobs: Path | None, secrets: Path | None, pg_dump: str, home: Path, database_url: str, as_json: bool
 ) -> None:
     """Copy everything that is kept into the new folder TO, whether HOME is being served or not.

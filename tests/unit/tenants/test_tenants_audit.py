@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
-from sqlalchemy import text
 
 from tenants import replica_times
 from tenants.audit import Audit, Journaled, JournaledTime, audit, begin_snapshot
@@ -47,7 +46,9 @@ class Records:
 
 
 SPANS = [
-    ReplicaSpan("e0", 7, n, "smollm2", START_NS + n * SECOND, SECOND, 500_000_000, 0, 0, 0, 499_000_000, 1_000_000, 9, 9)
+    ReplicaSpan(
+        "e0", 7, n, "smollm2", START_NS + n * SECOND, SECOND, 500_000_000, 0, 0, 0, 499_000_000, 1_000_000, 9, 9
+    )
     for n in range(100)
 ]
 
@@ -118,7 +119,9 @@ class Books:
             session.add_all(Tenant(tenant_id=f"ten_{x}", name=x, created_unix_ns=0, changed_unix_ns=0) for x in "ab")
             await AuditLog(session).append(SERVER, Change("rate_card.create", "rc_1", None, {"version": 1}))
         await cls._invoice(database)
-        times = [JournaledTime(100 + n, True, tuple(getattr(each, name) for name in SPAN)) for n, each in enumerate(SPANS)]
+        times = [
+            JournaledTime(100 + n, True, tuple(getattr(each, name) for name in SPAN)) for n, each in enumerate(SPANS)
+        ]
         return cls(settled, Records([*journaled(settled), *times]))
 
     @staticmethod
