@@ -6,6 +6,7 @@ by the engine that opens the copy. Blobs come behind the rows that name them.
 """
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -40,20 +41,34 @@ def backup(
         raise Failed(f"no database in {home}: give --home of the server, or --database-url")
     if to.exists() and any(to.iterdir()):
         raise Failed(f"{to} is not empty: give a new folder")
-    to.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _for_us_only():
+        _copy_all(home, to, database_url, blobs or home / "blobs", secrets or home / "secrets.json", pg_dump)
+    done = {"backup": str(to), "bytes": sum(path.stat().st_size for path in to.rglob("*") if path.is_file())}
+    show(done, as_json, {"backup": "BACKUP", "bytes": "BYTES"})
+
+
+@contextlib.contextmanager
+def _for_us_only():
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _copy_all(home: Path, to: Path, database_url: str, blobs: Path, secrets: Path, pg_dump: str) -> None:
+    to.mkdir(parents=True, exist_ok=True)
     engines = sorted(path for path in (home / "engines").glob("*") if path.is_dir())
     for engine in engines:
         _copy_cursor(engine, to / "engines" / engine.name)
     _copy_database(home, database_url, to, pg_dump)
     for engine in engines:
         _copy_journal(engine, to / "engines" / engine.name)
-    _copy_blobs(blobs or home / "blobs", to / "blobs")
-    _copy(secrets or home / "secrets.json", to / "secrets.json")
+    _copy_blobs(blobs, to / "blobs")
+    _copy(secrets, to / "secrets.json")
     for name in ("credentials.json", "audit.head"):
         if (home / name).exists():
             _copy(home / name, to / name)
-    done = {"backup": str(to), "bytes": sum(path.stat().st_size for path in to.rglob("*") if path.is_file())}
-    show(done, as_json, {"backup": "BACKUP", "bytes": "BYTES"})
 
 
 def _copy_database(home: Path, database_url: str, to: Path, pg_dump: str) -> None:
@@ -69,7 +84,6 @@ def _copy_database(home: Path, database_url: str, to: Path, pg_dump: str) -> Non
         contextlib.closing(sqlite3.connect(to / DATABASE)) as copy,
     ):
         live.backup(copy)
-    (to / DATABASE).chmod(0o600)
 
 
 def _dump(url: str, to: Path, pg_dump: str) -> None:
@@ -86,13 +100,12 @@ def _dump(url: str, to: Path, pg_dump: str) -> None:
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise Failed(f"{pg_dump} failed: {' '.join(done.stderr.split())}")
-    to.chmod(0o600)
 
 
 def _copy_cursor(engine: Path, to: Path) -> None:
     from engine.wire_journal import ACK
 
-    to.mkdir(parents=True, mode=0o700)
+    to.mkdir(parents=True)
     if (engine / ACK).exists():
         _copy(engine / ACK, to / ACK)
 
@@ -118,7 +131,7 @@ def _copy_blobs(blobs: Path, to: Path) -> None:
     for path in sorted((blobs / "tenants").rglob("*")):
         if path.is_file() and not path.is_symlink():
             target = to / path.relative_to(blobs)
-            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 _copy(path, target)
 

@@ -1,4 +1,4 @@
-"""`tenora audit` and `tenora backup` on a home with journals: what was journaled is in the ledger, here and in a copy."""
+"""`tenora audit` and `tenora backup` on a home with journals: what was journaled is in the ledger, also in a copy."""
 
 import json
 from collections.abc import Iterator
