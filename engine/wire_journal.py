@@ -147,6 +147,12 @@ class JournalReader:
         if self.head.number < self.acked.number:
             raise JournalCorrupt(self.head.number + 1, f"is missing though {self.acked.number} was acknowledged")
 
+    def unacknowledged(self) -> list[Entry]:
+        """What the ledger may lack; segments are sealed only as far as it has them. Raises JournalCorrupt, OSError."""
+        log = self._folder / LOG
+        found = parse_all(log.read_bytes()) if log.exists() else ()
+        return [entry for entry in found if entry.number > self.acked.number]
+
     def _new_entries(self, data: bytes, is_last: bool) -> Iterator[Entry]:
         end = 0
         for entry in parse_all(data):

@@ -30,6 +30,8 @@ from tests.tiny import tiny_config, write_hf_dir
 VICTIMS = ("gateway", "engine", "store", "supervisor", "database")
 NUM_LONG, NUM_SHORT = 10, 4  # streams; the short ones end about when the kill comes
 NUM_STREAMS = NUM_LONG + NUM_SHORT
+LONG, SHORT, LATEST_KILL_S = (150, 500), (1, 60), 0.3
+QUICK_LONG, QUICK_LATEST_KILL_S = (120, 200), 0.1
 MIN_RUNNING = 8
 CONTEXT = 4096
 OPTIONS = ("--gateways", "2", "--block-size", "16", "--kv-blocks", "4096", "--context", str(CONTEXT), "--no-demo")
@@ -97,17 +99,17 @@ class Installation:
         self.options = ("--model", f"tiny={model}", "--database-url", postgres.url(self.database), *OPTIONS)
         self.served: Served = start(home, *self.options)
 
-    def round(self, number: int, victim: str, draw: random.Random) -> Round:
-        """Raises AssertionError where something that was promised does not hold."""
+    def round(self, number: int, victim: str, draw: random.Random, quick: bool = False) -> Round:
+        """Raises AssertionError where something that was promised does not hold. ``quick``: shorter streams."""
         began_s = time.monotonic()
         key = self.served.new_tenant(f"round {number}", concurrent_requests=100, tokens_per_minute=10_000_000)
-        lengths = [(150, 500)] * NUM_LONG + [(1, 60)] * NUM_SHORT
+        lengths = [QUICK_LONG if quick else LONG] * NUM_LONG + [SHORT] * NUM_SHORT
         streams = [self._stream(f"crash-{number}-{n}", draw, *bounds) for n, bounds in enumerate(lengths)]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             for stream in streams:
                 pool.submit(stream.run, self.served.url, key)
             assert all(stream.first.wait(60) for stream in streams)
-            time.sleep(draw.random() * 0.3)  # anywhere in a step, a batch of records, a cursor's write
+            time.sleep(draw.random() * (QUICK_LATEST_KILL_S if quick else LATEST_KILL_S))  # anywhere in a step, a batch of records, a cursor's write
             num_running = sum(not stream.ended for stream in streams)
             self._kill(victim, draw)
             self._recover(victim)
