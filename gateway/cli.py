@@ -21,6 +21,7 @@ from gateway.commands.operators import operator
 from gateway.commands.prices import price
 from gateway.commands.reports import report
 from gateway.commands.secrets import secrets
+from gateway.commands.slo import slo
 from gateway.commands.tenants import tenant
 from gateway.logs import log_to_stderr
 from gateway.settings import CannotStart, Settings, default_database, serve_options
@@ -82,7 +83,7 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report):
+for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo):
     main.add_command(command)
 
 

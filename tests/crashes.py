@@ -109,9 +109,8 @@ class Installation:
             for stream in streams:
                 pool.submit(stream.run, self.served.url, key)
             assert all(stream.first.wait(60) for stream in streams)
-            time.sleep(
-                draw.random() * (QUICK_LATEST_KILL_S if quick else LATEST_KILL_S)
-            )  # anywhere in a step, a batch of records, a cursor's write
+            # anywhere in a step, a batch of records, a cursor's write
+            time.sleep(draw.random() * (QUICK_LATEST_KILL_S if quick else LATEST_KILL_S))
             num_running = sum(not stream.ended for stream in streams)
             self._kill(victim, draw)
             self._recover(victim)

@@ -1,5 +1,5 @@
-"""``./run prove backup``: a copy is taken while streams run, the original goes away, the copy is served: its books hold,
-and what the copied database lacked is delivered by the copied journal."""
+"""``./run prove backup``: a copy is taken while streams run, the original goes away, the copy is served: its books
+hold, and what the copied database lacked is delivered by the copied journal."""
 
 import random
 import shutil
