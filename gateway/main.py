@@ -35,6 +35,7 @@ from gateway.dispatch import Dispatch, Flight
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
+from gateway.left_behind import LeftBehind
 from gateway.limiter import Limiter
 from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
@@ -98,6 +99,8 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
+        if index == 0:
+            await _started(stack, LeftBehind(settings.home / "engines", settlement.take_left))
         quota = Quota(redis, settings.store_deadline_s)
         share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
         limiter = Limiter(quota, share, metrics.fallback)
