@@ -16,6 +16,7 @@ from gateway.commands.audit import audit
 from gateway.commands.common import Failed, OneLine, database_options, show
 from gateway.commands.keys import key
 from gateway.commands.operators import operator
+from gateway.commands.prices import price
 from gateway.commands.reports import report
 from gateway.commands.secrets import secrets
 from gateway.commands.tenants import tenant
@@ -79,7 +80,7 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, adapter, report):
+for command in (tenant, key, operator, secrets, audit, adapter, price, report):
     main.add_command(command)
 
 

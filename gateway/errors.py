@@ -44,6 +44,7 @@ TABLE: dict[str | None, Row] = {
     "payload_too_large": Row(413, INVALID),
     "unsupported_media_type": Row(415, INVALID),
     "invalid_adapter": Row(422, INVALID),
+    "invalid_rate_card": Row(422, INVALID),
     "idempotency_mismatch": Row(422, INVALID),
     "rate_limit_exceeded": Row(429, "rate_limit_error"),
     "headers_too_large": Row(431, INVALID),

@@ -43,12 +43,13 @@ from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.targets import Targets
-from gateway.telemetry import Telemetry
+from gateway.telemetry import Metrics, Telemetry
 from gateway.tracing import otlp_sink
 from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
+from tenants.ledger import Ledger
 from tenants.local_share import LocalShare
 from tenants.pricing import Quantities, RateCard, charges, is_billed
 from tenants.quota import Quota
@@ -82,10 +83,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         telemetry = _telemetry(settings, directory, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
-        settlement = Settlement(
-            database, directory, secrets.every_context_key, lambda reason: metrics.unbooked.labels(reason).inc()
-        )
-        await _started(stack, settlement)
+        settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
@@ -116,6 +114,16 @@ async def _started(stack: contextlib.AsyncExitStack, part):
     await part.start()
     stack.push_async_callback(part.close)
     return part
+
+
+def _settlement(database: Database, directory: Directory, secrets: Secrets, metrics: Metrics) -> Settlement:
+    """With all that follows from records, in this order."""
+
+    def count(reason: str) -> None:
+        metrics.unbooked.labels(reason).inc()
+
+    ledger = Ledger(folds=(), count_unbooked=count)
+    return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
 def _client_of(peer: str, settlement: Settlement, targets: Targets):

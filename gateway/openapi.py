@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from gateway.errors import TABLE
-from gateway.operations import OPERATIONS, Operation
+from gateway.operation import Operation
+from gateway.operations import OPERATIONS
 from gateway.resources import ErrorBody
 
 VERSION = "3.1.0"

@@ -4,10 +4,10 @@ A row says what its handler in ``routes/`` reads, answers and refuses; handlers 
 in pieces, or without end), so nothing of this can be taken from their signatures.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from gateway.errors import TABLE
+from gateway.operation import ANY, BODY, KEYED, LABELS, SECONDS, STRING, Codes, Operation, Parameter
 from gateway.report_query import COSTS, USAGE, Report
 from gateway.resources import (
     AdapterBody,
@@ -35,59 +35,12 @@ from gateway.schemas import (
 )
 from gateway.upload import CONFIG, FIELDS, FILES, WEIGHTS
 
-Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
-Codes: TypeAlias = tuple[str | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    name: str
-    where: Literal["path", "query", "header"]
-    schema: dict[str, Any]
-    description: str
-    required: bool = False
-
-    def told(self) -> dict[str, Any]:
-        """As OpenAPI writes it. The bare slash of a path parameter may also be sent as it is."""
-        return {
-            "name": self.name,
-            "in": self.where,
-            "required": self.required,
-            "description": self.description,
-            "schema": self.schema,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """``answers``: the kinds of body of ``status``; ``chunk``: an event's, where it can stream. ``content``: a body
-    that is no JSON. ``refusals``: codes of ``errors.TABLE``; ``refused_as``: bodies of a status that are no error."""
-
-    method: Method
-    path: str
-    name: str
-    summary: str
-    refusals: Codes
-    status: int = 200
-    answers: tuple[Any, ...] = ()
-    chunk: Any = None
-    parameters: tuple[Parameter, ...] = ()
-    body: Any = None
-    content: dict[str, Any] | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    refused_as: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    needs_key: bool = True
-
-
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
-_ANY: Codes = (None, "not_found", "request_timeout", "headers_too_large", "internal", "overloaded")
-_KEYED: Codes = (*_ANY, "invalid_api_key", "insufficient_scope", "rate_limit_exceeded", "store_unavailable")
-_BODY: Codes = (*_KEYED, "invalid_json", "payload_too_large")
-_UPLOADING: Codes = (*_KEYED, "name_taken", "storage_full")
+_UPLOADING: Codes = (*KEYED, "name_taken", "storage_full")
 _PUBLISHING: Codes = (*_UPLOADING, "model_not_found", "invalid_adapter", "version_conflict", "limit_reached")
 _RUNNING: Codes = (
-    *_BODY,
+    *BODY,
     *("model_not_found", "context_length_exceeded", "unsupported_parameter"),
     *("adapter_corrupt", "adapter_unavailable", "invalid_adapter"),
     *("idempotency_in_flight", "idempotency_mismatch"),
@@ -96,11 +49,8 @@ _RUNNING: Codes = (
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────
 
-_STRING = {"type": "string"}
-_SECONDS = {"type": "integer", "minimum": 0, "maximum": 9_999_999_999}
 _VERSION = {"type": "integer", "minimum": 0, "maximum": 999_999_999}
 _BINARY = {"type": "string", "format": "binary"}
-_LABELS = (Parameter("X-Request-ID", "header", _STRING, "Your own name for the request: echoed and recorded."),)
 _ONCE = (
     Parameter(
         "Idempotency-Key",
@@ -108,9 +58,9 @@ _ONCE = (
         {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"},
         "A request sent twice under one key runs once.",
     ),
-    *_LABELS,
+    *LABELS,
 )
-_NAME = Parameter("name", "path", _STRING, "The adapter's name, or NAME@VERSION where one version is meant.", True)
+_NAME = Parameter("name", "path", STRING, "The adapter's name, or NAME@VERSION where one version is meant.", True)
 _LIMITED = {
     f"x-ratelimit-{what}-{of}": f"{what.capitalize()} of the limit of {of}, where there is one."
     for of in ("requests", "tokens")
@@ -125,8 +75,8 @@ def _report(report: Report) -> tuple[Parameter, ...]:
     groups = {"type": "array", "items": {"enum": list(report.groups)}, "maxItems": len(report.groups)}
     most = max(longest for _, longest in report.limits.values())
     query = {
-        "start_time": (_SECONDS, "Unix seconds; needed unless `page` is given."),
-        "end_time": (_SECONDS, "Unix seconds; now by default."),
+        "start_time": (SECONDS, "Unix seconds; needed unless `page` is given."),
+        "end_time": (SECONDS, "Unix seconds; now by default."),
         "bucket_width": ({"enum": list(report.limits)}, "1d by default."),
         "limit": ({"type": "integer", "minimum": 1, "maximum": most}, "Buckets in a page; fewer of wider buckets."),
         "page": ({"type": "string", "pattern": "^(page_)?[0-9]{1,10}$"}, "The `next_page` of an earlier answer."),
@@ -187,8 +137,8 @@ _MODELS = (
         name="listModels",
         summary="The base models and your adapters",
         answers=(Listed[ModelBody],),
-        parameters=_LABELS,
-        refusals=_KEYED,
+        parameters=LABELS,
+        refusals=KEYED,
     ),
     Operation(
         method="GET",
@@ -196,8 +146,8 @@ _MODELS = (
         name="getModel",
         summary="A base model or one of your adapters",
         answers=(ModelBody,),
-        parameters=(Parameter("model_id", "path", _STRING, "As `model` of a completion.", True), *_LABELS),
-        refusals=(*_KEYED, "model_not_found"),
+        parameters=(Parameter("model_id", "path", STRING, "As `model` of a completion.", True), *LABELS),
+        refusals=(*KEYED, "model_not_found"),
     ),
 )
 
@@ -210,7 +160,7 @@ _ADAPTERS = (
         status=201,
         content=_form(),
         answers=(AdapterBody,),
-        parameters=_LABELS,
+        parameters=LABELS,
         refusals=(*_PUBLISHING, "payload_too_large", "unsupported_media_type", "invalid_json"),
     ),
     Operation(
@@ -219,8 +169,8 @@ _ADAPTERS = (
         name="listAdapters",
         summary="Your adapters, each as its name means it now",
         answers=(Listed[AdapterBody],),
-        parameters=_LABELS,
-        refusals=_KEYED,
+        parameters=LABELS,
+        refusals=KEYED,
     ),
     Operation(
         method="GET",
@@ -228,8 +178,8 @@ _ADAPTERS = (
         name="getAdapter",
         summary="An adapter with its versions and where their weights are",
         answers=(AdapterDetail,),
-        parameters=(_NAME, *_LABELS),
-        refusals=_KEYED,
+        parameters=(_NAME, *LABELS),
+        refusals=KEYED,
     ),
     Operation(
         method="DELETE",
@@ -237,8 +187,8 @@ _ADAPTERS = (
         name="deleteAdapter",
         summary="Deletes an adapter, or one version of it",
         answers=(Deleted,),
-        parameters=(_NAME, *_LABELS),
-        refusals=(*_KEYED, "version_conflict"),
+        parameters=(_NAME, *LABELS),
+        refusals=(*KEYED, "version_conflict"),
     ),
     Operation(
         method="PUT",
@@ -247,7 +197,7 @@ _ADAPTERS = (
         summary="Takes one file of an adapter as it is; POST …/commit publishes them",
         content={"application/octet-stream": {"schema": _BINARY}},
         answers=(AdapterFile,),
-        parameters=(_NAME, Parameter("file", "path", {"enum": list(FILES)}, "Which file.", True), *_LABELS),
+        parameters=(_NAME, Parameter("file", "path", {"enum": list(FILES)}, "Which file.", True), *LABELS),
         refusals=(*_UPLOADING, "invalid_adapter", "limit_reached", "payload_too_large", "invalid_json"),
     ),
     Operation(
@@ -258,7 +208,7 @@ _ADAPTERS = (
         status=201,
         body=Commit,
         answers=(AdapterBody,),
-        parameters=(_NAME, *_LABELS),
+        parameters=(_NAME, *LABELS),
         refusals=(*_PUBLISHING, "payload_too_large", "invalid_json"),
     ),
     Operation(
@@ -268,8 +218,8 @@ _ADAPTERS = (
         summary="Makes a name mean an earlier version",
         body=Rollback,
         answers=(AdapterBody,),
-        parameters=(_NAME, *_LABELS),
-        refusals=(*_BODY, "version_conflict"),
+        parameters=(_NAME, *LABELS),
+        refusals=(*BODY, "version_conflict"),
     ),
 )
 
@@ -281,10 +231,10 @@ _REPORTS = (
         summary="A request's receipt",
         answers=(Receipt,),
         parameters=(
-            Parameter("request_id", "path", _STRING, "As `x-request-id`, or an answer's `id`.", True),
-            *_LABELS,
+            Parameter("request_id", "path", STRING, "As `x-request-id`, or an answer's `id`.", True),
+            *LABELS,
         ),
-        refusals=_KEYED,
+        refusals=KEYED,
     ),
     Operation(
         method="GET",
@@ -292,8 +242,8 @@ _REPORTS = (
         name="getUsage",
         summary="What was used, in buckets of time",
         answers=(ReportPage[UsageResult],),
-        parameters=(*_report(USAGE), *_LABELS),
-        refusals=_KEYED,
+        parameters=(*_report(USAGE), *LABELS),
+        refusals=KEYED,
     ),
     Operation(
         method="GET",
@@ -301,8 +251,8 @@ _REPORTS = (
         name="getCosts",
         summary="What it cost, in buckets of time",
         answers=(ReportPage[CostResult],),
-        parameters=(*_report(COSTS), *_LABELS),
-        refusals=_KEYED,
+        parameters=(*_report(COSTS), *LABELS),
+        refusals=KEYED,
     ),
 )
 
@@ -313,7 +263,7 @@ _OPEN = (
         name="getHealth",
         summary="Whether requests are taken",
         answers=(Health,),
-        refusals=(*_ANY, "draining"),
+        refusals=(*ANY, "draining"),
         refused_as={TABLE["draining"].status: (Health, ErrorBody)},
         needs_key=False,
     ),
@@ -322,7 +272,7 @@ _OPEN = (
         path="/v1/openapi.json",
         name="getOpenapi",
         summary="This document",
-        refusals=_ANY,
+        refusals=ANY,
         needs_key=False,
     ),
 )

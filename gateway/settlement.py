@@ -46,7 +46,7 @@ class Settlement:
     directory: Directory
     context_keys: tuple[Secret, ...]
     count_unfit: Count
-    _ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger
     _queue: asyncio.Queue[_Item] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     _worker: asyncio.Task[None] | None = None
 
@@ -123,7 +123,7 @@ class Settlement:
         while settled:
             try:
                 async with self.database.transaction() as session:
-                    await self._ledger.post(session, settled, self.directory.rate_cards)
+                    await self.ledger.post(session, settled, self.directory.rate_cards)
                 break
             except Exception as error:
                 if not failed:

@@ -1,7 +1,7 @@
 """The ledger's only writer: usage records in, receipts and charges out, each once for ever."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Protocol
@@ -13,6 +13,7 @@ from tenants.errors import InvalidRecord
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
 from tenants.repositories import RateCardRepository
+from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
 from tenants.tables import LedgerEntry, RequestRecord
 
 OUTCOME_LOST = 0
@@ -83,21 +84,26 @@ class Fold(Protocol):
 
 class Ledger:
     """Inserts and nothing else. The caller owns the transaction, and acknowledges after the commit. ``folds`` run in
-    their order, behind the inserts."""
+    their order, behind the inserts. ``count_unbooked`` is called with the reason of each record that was set aside."""
 
-    def __init__(self, folds: Sequence[Fold] = ()) -> None:
+    def __init__(self, folds: Sequence[Fold] = (), count_unbooked: Callable[[str], None] = lambda _: None) -> None:
         self._folds = tuple(folds)
+        self._count_unbooked = count_unbooked
 
     async def post(
         self, session: AsyncSession, settled: Sequence[SettledRequest], rate_cards: Mapping[str, RateCard]
     ) -> int:
         """Books a batch; returns how many records were new. Any record, in any order, any number of times: the
-        same rows. A card that ``rate_cards`` lacks is read from the database.
-
-        Raises LookupError when a billed record names a rate card that nobody has.
+        same rows. A card that ``rate_cards`` lacks is read from the database; a billed record with one that nobody has
+        is set aside, and the others are booked.
         """
         cards = await _with_missing_cards(session, settled, rate_cards)
-        charged = {_record_id(request): (request, _charges(request, cards)) for request in settled}
+        strangers = [request for request in settled if _is_unpriced(request, cards)]
+        charged = {
+            _record_id(request): (request, _charges(request, cards))
+            for request in settled
+            if not _is_unpriced(request, cards)
+        }
         records = [_record_row(request, billed) for request, billed in charged.values()]
         entries = [row for request, billed in charged.values() for row in _entry_rows(request, billed)]
         # in key order: two gateways never wait for each other in a circle
@@ -109,6 +115,8 @@ class Ledger:
             booked = [_booked(*charged[key], new_entries) for key in sorted(new_records)]
             for fold in self._folds:
                 await fold.fold(session, booked)
+        for _ in range(await set_aside(session, strangers, UNKNOWN_RATE_CARD)):
+            self._count_unbooked(UNKNOWN_RATE_CARD)
         return len(new_records)
 
 
@@ -125,6 +133,10 @@ def _booked(request: SettledRequest, billed: Sequence[Charge], new_entries: set[
     request_id = request.context.request_id
     new = (charge for charge in billed if (entry_id(request_id, charge.meter),) in new_entries)
     return Booked(request, tuple(new))
+
+
+def _is_unpriced(request: SettledRequest, cards: Mapping[str, RateCard]) -> bool:
+    return is_billed(request.outcome, request.output_tokens) and request.context.rate_card_id not in cards
 
 
 def _charges(request: SettledRequest, cards: Mapping[str, RateCard]) -> list[Charge]:

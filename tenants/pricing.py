@@ -7,7 +7,9 @@ from typing import Literal, TypeAlias, get_args
 from tenants.errors import InvalidValue
 
 Meter: TypeAlias = Literal["input_uncached_tokens", "input_cached_tokens", "output_tokens", "requests"]
-METERS: tuple[Meter, ...] = get_args(Meter)
+AdapterMeter: TypeAlias = Literal["adapter_storage_byte_seconds", "adapter_residency_byte_seconds"]
+METERS: tuple[Meter, ...] = get_args(Meter)  # of a request
+ADAPTER_METERS: tuple[AdapterMeter, ...] = get_args(AdapterMeter)  # of an adapter version, by the hour
 ANY = "*"
 
 # Together they keep every amount, and a request's sum of them, within BIGINT: 2 × 2²⁵ × 10¹¹ + 10¹¹ < 2⁶³.
@@ -15,11 +17,18 @@ MAX_QUANTITY = 1 << 25
 MAX_PRICE_PICOUSD = 10**11
 PICOUSD_PER_USD = 10**12
 
-DEFAULT_PRICES: dict[Meter, int] = {  # picousd a unit: $0.05 / $0.025 / $0.10 a million tokens, $1 a million requests
-    "input_uncached_tokens": 50_000,
+# A byte-second costs far less than a picousd: adapters are priced by the megabyte-second, and each quantity of theirs
+# is a whole number of those. 2⁴⁰ bytes × 3600 s / 10⁶ × 10⁷ picousd × 100 replicas < 2⁶³.
+MEGABYTE = 10**6
+MAX_ADAPTER_PRICE_PICOUSD = 10**7
+
+DEFAULT_PRICES: dict[Meter | AdapterMeter, int] = {  # picousd for each ``unit_of`` the meter
+    "input_uncached_tokens": 50_000,  # $0.05 a million
     "input_cached_tokens": 25_000,
     "output_tokens": 100_000,
-    "requests": 1_000_000,
+    "requests": 1_000_000,  # $1 a million
+    "adapter_storage_byte_seconds": 38,  # $0.10 a gigabyte and month
+    "adapter_residency_byte_seconds": 1_900,  # $5 a gigabyte and month
 }
 
 PriceKey: TypeAlias = tuple[str, str, str]  # (meter, base model | "*", class | "*")
@@ -27,7 +36,8 @@ PriceKey: TypeAlias = tuple[str, str, str]  # (meter, base model | "*", class | 
 
 @dataclass(frozen=True, slots=True)
 class RateCard:
-    """One immutable version of the prices. Every meter has a price for (*, *), so no lookup can fail."""
+    """One immutable version of the prices. Every meter of requests has a price for (*, *), so no lookup can fail; what
+    has none of an adapter's meters is free."""
 
     rate_card_id: str
     version: int
@@ -40,17 +50,19 @@ class RateCard:
             if (meter, ANY, ANY) not in self.prices:
                 raise InvalidValue(meter, "needs a price for every model and class (*, *)")
         for (meter, _, _), price in self.prices.items():
-            if meter not in METERS:
-                raise InvalidValue(meter, f"is no meter; meters are {', '.join(METERS)}")
-            if not 0 <= price <= MAX_PRICE_PICOUSD:
-                raise InvalidValue(meter, f"a price lies between 0 and {MAX_PRICE_PICOUSD} picousd")
+            if meter not in METERS and meter not in ADAPTER_METERS:
+                raise InvalidValue(meter, f"is no meter; meters are {', '.join((*METERS, *ADAPTER_METERS))}")
+            most = MAX_PRICE_PICOUSD if meter in METERS else MAX_ADAPTER_PRICE_PICOUSD
+            if not 0 <= price <= most:
+                raise InvalidValue(meter, f"a price lies between 0 and {most} picousd")
 
-    def price(self, meter: Meter, model: str, flow_class: str) -> int:
-        """Picousd a unit: the most exact item wins, the model before the class."""
-        for key in ((meter, model, flow_class), (meter, model, ANY), (meter, ANY, flow_class)):
+    def price(self, meter: Meter | AdapterMeter, model: str, flow_class: str) -> int:
+        """Picousd for each ``unit_of`` the meter: the most exact item wins, the model before the class."""
+        for key in ((meter, model, flow_class), (meter, model, ANY), (meter, ANY, flow_class), (meter, ANY, ANY)):
             if key in self.prices:
                 return self.prices[key]
-        return self.prices[meter, ANY, ANY]
+        assert meter in ADAPTER_METERS
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,11 @@ class Charge:
     quantity: int
     unit_price_picousd: int
     amount_picousd: int
+
+
+def unit_of(meter: str) -> int:
+    """How much of a meter its price is for: amount × unit = quantity × price, without a remainder."""
+    return MEGABYTE if meter in ADAPTER_METERS else 1
 
 
 def default_prices() -> dict[PriceKey, int]:

@@ -201,6 +201,16 @@ class RateCardRepository:
         await self._session.flush()
         return card
 
+    async def revise(
+        self, changes: Mapping[PriceKey, int | None], effective_unix_ns: int, now_unix_ns: int
+    ) -> RateCard:
+        """As ``publish``: the newest version's prices with these changes. None takes an item away: a more general one
+        holds then."""
+        newest = (await self.list_all())[-1:]
+        prices = {**(newest[0].prices if newest else {}), **changes}
+        kept = {key: price for key, price in prices.items() if price is not None}
+        return await self.publish(kept, effective_unix_ns, now_unix_ns)
+
     async def get(self, rate_card_id: str) -> RateCard | None:
         return next((card for card in await self.list_all() if card.rate_card_id == rate_card_id), None)
 

@@ -3,9 +3,11 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
+from tenants.tables.events import Event
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -14,6 +16,7 @@ __all__ = [
     "ApiKey",
     "AuditEvent",
     "AuditHead",
+    "Event",
     "IdempotentRequest",
     "JsonList",
     "LedgerEntry",
@@ -24,5 +27,6 @@ __all__ = [
     "RequestRecord",
     "StringList",
     "Tenant",
+    "UnbookedRecord",
     "metadata",
 ]

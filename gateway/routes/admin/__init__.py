@@ -11,9 +11,11 @@ from gateway.routes.admin.keys import Keys, TenantKeys
 from gateway.routes.admin.machines import Machines
 from gateway.routes.admin.money import Money
 from gateway.routes.admin.operators import Operators
+from gateway.routes.admin.rate_cards import RateCards
 from gateway.routes.admin.tenants import Tenants
 
 
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
-    return Router("/admin/v1", route_handlers=[Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money])
+    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards]
+    return Router("/admin/v1", route_handlers=handlers)

@@ -1,13 +1,13 @@
-"""/admin/v1/ledger and /rate-cards: for operators who may see money."""
+"""/admin/v1/ledger: for operators who may see money."""
 
 import msgspec
 from litestar import Controller, Request, get
 from litestar.datastructures import State
 
 from gateway.administration import found, needs, session_of
-from gateway.bodies import Body, listed, rate_card_body
+from gateway.bodies import Body, listed
 from gateway.ledger_view import EntryQuery, entries, entry_body
-from tenants.repositories import RateCardRepository, TenantRepository
+from tenants.repositories import TenantRepository
 
 
 class Money(Controller):
@@ -19,9 +19,3 @@ class Money(Controller):
             found(await TenantRepository(session).ever_was(query.tenant_id), f"no tenant {query.tenant_id}")
             page = await entries(session, query)
         return listed([entry_body(entry) for entry in page[: query.limit]], has_more=len(page) > query.limit)
-
-    @get("/rate-cards", guards=[needs("billing")])
-    async def rate_cards(self, state: State) -> Body:
-        async with session_of(state) as session:
-            cards = await RateCardRepository(session).list_all()
-        return listed([rate_card_body(card) for card in cards])

@@ -7,16 +7,18 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
+import msgspec
 import pytest
 from sqlmodel import select
 
+from tenants.audit_log import AuditLog
 from tenants.database import Database
 from tenants.errors import InvalidRecord, InvalidValue
 from tenants.ledger import Ledger, SettledRequest, entry_id
 from tenants.meter import RequestContext
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, MAX_QUANTITY, METERS, RateCard, default_prices
 from tenants.repositories import RateCardRepository, RecordRepository, UsageQuery
-from tenants.tables import LedgerEntry, RequestRecord
+from tenants.tables import LedgerEntry, RequestRecord, UnbookedRecord
 
 CARD = RateCard("rc_1", 1, 0, default_prices())
 CARDS = {"rc_1": CARD}
@@ -165,11 +167,32 @@ def test_a_card_that_the_gateway_does_not_know_yet_is_read_from_the_database(wit
     with_database(body)
 
 
-def test_a_billed_record_with_a_card_that_nobody_has_is_not_posted(with_database):
+def test_a_record_with_a_card_that_nobody_has_is_set_aside_counted_and_audited_and_the_others_are_booked(with_database):
+    counted = []
+
     async def body(database):
-        with pytest.raises(LookupError):
-            await post(database, settled(2), settled(rate_card_id="rc_unknown"))
-        assert await everything(database) == ([], [])
+        stranger = settled(rate_card_id="rc_unknown")
+        for _ in range(2):  # it comes again: an engine that was not told of the commit
+            async with database.transaction() as session:
+                await Ledger((), counted.append).post(session, [stranger, settled(2)], CARDS)
+        records, entries = await everything(database)
+        async with database.session() as session:
+            (kept,) = (await session.exec(select(UnbookedRecord))).all()
+            events = await AuditLog(session).page(0, 10)
+
+        assert [record.request_id for record in records] == [settled(2).context.request_id]
+        assert len(entries) == 4
+        assert counted == ["unknown_rate_card"]
+        assert (kept.request_id, kept.tenant_id, kept.reason) == (str(uuid.UUID(int=1)), "ten_a", "unknown_rate_card")
+        assert msgspec.json.decode(kept.record, type=SettledRequest) == stranger
+        assert [(event.action, event.target) for event in events] == [("ledger.set_aside", kept.request_id)]
+
+    with_database(body)
+
+
+def test_an_unbilled_record_needs_no_card(with_database):
+    async def body(database):
+        assert await post(database, settled(outcome=503, rate_card_id="")) == 1
 
     with_database(body)
 

@@ -4,6 +4,7 @@ import pytest
 
 from tenants.errors import InvalidValue
 from tenants.pricing import (
+    ADAPTER_METERS,
     ANY,
     DEFAULT_PRICES,
     MAX_PRICE_PICOUSD,
@@ -22,7 +23,7 @@ def card(**prices) -> RateCard:
 
 
 def test_the_default_card_has_a_price_for_each_meter():
-    assert set(DEFAULT_PRICES) == set(METERS)
+    assert set(DEFAULT_PRICES) == {*METERS, *ADAPTER_METERS}
     assert all(type(price) is int and price > 0 for price in DEFAULT_PRICES.values())
 
 

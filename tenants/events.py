@@ -1,0 +1,59 @@
+"""Events of a tenant: written in the transaction of what they tell, told afterwards (webhooks, and a list to read).
+
+An event that a rolled-back transaction wrote never was; one that is committed is told, whoever crashes.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from sqlmodel.ext.asyncio.session import AsyncSession
+
+from tenants.bulk import insert_new
+from tenants.stamps import new_id
+from tenants.tables import Event
+
+KINDS = (
+    "budget.alert",
+    "credit.low",
+    "invoice.issued",
+    "adapter.ready",
+    "adapter.deleted",
+    "adapter.corrupt",
+    "slo.burn",
+    "slo.recovered",
+)
+TEST_KIND = "webhook.test"  # for one endpoint, when its owner asks
+MAX_DATA_BYTES = 16 << 10
+_COLUMNS = ("event_id", "tenant_id", "kind", "data", "endpoint_id", "occurred_unix_ns")
+
+
+async def emit(session: AsyncSession, tenant_id: str, kind: str, data: Mapping[str, Any], *, once: str = "") -> None:
+    """Writes an event of one of KINDS in the caller's transaction. ``data`` is what JSON can hold, at most
+    MAX_DATA_BYTES of it. Of the events of a tenant and kind with one ``once`` only the first ever is."""
+    assert kind in KINDS, kind
+    await _write(session, _id_of(tenant_id, kind, once) if once else new_id("evt"), tenant_id, kind, data, "")
+
+
+async def emit_test(session: AsyncSession, tenant_id: str, endpoint_id: str) -> str:
+    """Writes an event that only this endpoint is told of; its id."""
+    event_id = new_id("evt")
+    await _write(session, event_id, tenant_id, TEST_KIND, {"endpoint_id": endpoint_id}, endpoint_id)
+    return event_id
+
+
+async def _write(
+    session: AsyncSession, event_id: str, tenant_id: str, kind: str, data: Mapping[str, Any], endpoint_id: str
+) -> None:
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    assert len(text) <= MAX_DATA_BYTES, f"{kind}: {len(text)} bytes"
+    await insert_new(session, Event, _COLUMNS, [(event_id, tenant_id, kind, text, endpoint_id, time.time_ns())])
+
+
+def _id_of(tenant_id: str, kind: str, once: str) -> str:
+    """One of few: 96 bits of a hash of length-prefixed fields."""
+    fields = (field.encode("utf-8", "surrogatepass") for field in (tenant_id, kind, once))
+    message = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+    return f"evt_{hashlib.sha256(message).hexdigest()[:24]}"
