@@ -260,6 +260,11 @@ class Server:
         gauges = (
             ("tenora_engine_open_requests", "Requests not yet journaled.", len(self._open)),
             ("tenora_engine_gateways", "Connected gateways.", sum(each.is_gateway for each in self._connections)),
+            (
+                "tenora_usage_records",
+                "Usage records since the journal's beginning.",
+                self._records.num_records,
+            ),
             ("tenora_usage_records_unacked", "Usage records that no ledger has.", self._records.num_unacked),
             ("tenora_usage_journal_failing", "1 while the journal can't be written.", int(self._records.failing)),
         )

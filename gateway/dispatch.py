@@ -11,13 +11,14 @@ import msgspec
 
 from engine import wire
 from engine.client import EngineClient, EngineLost, EngineStream, Event
-from gateway.admission import Admission, Ticket
+from gateway.admission import Admission
 from gateway.call import Call
 from gateway.errors import ApiError, from_engine
 from gateway.phases import Phases
+from gateway.tickets import Ticket
 from gateway.work import Work
 from tenants.meter import RequestContext, seal
-from tenants.pricing import RateCard
+from tenants.pricing import Quantities, price
 from tenants.secrets import Secrets
 
 RECONNECT_S = 5.0  # how long a request that no engine has begun waits for one
@@ -35,13 +36,11 @@ class CallerLeft(Exception):
 
 @dataclass(slots=True)
 class Dispatch:
-    """Picks engines. ``post_lost`` records what a dead engine can't; ``rate_card`` gives the prices of a time,
-    ``holds`` says whether a key is still valid."""
+    """Picks engines. ``post_lost`` records what a dead engine can't; ``holds`` says whether a key is still valid."""
 
     admission: Admission
     secrets: Secrets
     post_lost: PostLost
-    rate_card: Callable[[int], RateCard]
     holds: Callable[[str], bool]
     _flights: set["Flight"] = field(default_factory=set)
     _favourites: OrderedDict[str, EngineClient] = field(default_factory=OrderedDict)
@@ -74,9 +73,9 @@ class Dispatch:
             if flight.work.principal.key_id in key_ids:
                 flight.revoke()
 
-    def context(self, call: Call, work: Work, attempt: int) -> bytes:
+    def context(self, call: Call, work: Work, ticket: Ticket, attempt: int) -> bytes:
         """What the engine carries for the ledger, sealed."""
-        principal, admitted_ns = work.principal, call.unix_ns(call.read_ns)
+        principal = work.principal
         context = RequestContext(
             tenant_id=principal.tenant_id,
             key_id=principal.key_id,
@@ -86,19 +85,13 @@ class Dispatch:
             model=work.target.name,
             adapter_version_id=work.target.adapter_version_id,
             flow_class=work.flow_class,
-            rate_card_id=self._rate_card_id(admitted_ns),
-            admitted_unix_ns=admitted_ns,
+            rate_card_id=ticket.card.rate_card_id,
+            admitted_unix_ns=ticket.admitted_unix_ns,
             trace_id=call.trace_id,
             operation=work.operation,
             label=call.label,
         )
         return seal(context, self.secrets.context_key)
-
-    def _rate_card_id(self, unix_ns: int) -> str:
-        try:
-            return self.rate_card(unix_ns).rate_card_id
-        except LookupError:
-            raise ApiError("No prices are in force.", code="billing_unavailable") from None
 
     def submission(self, call: Call, work: Work, ticket: Ticket, attempt: int) -> wire.Submit:
         principal, target = work.principal, work.target
@@ -114,7 +107,7 @@ class Dispatch:
             granted_tokens=ticket.granted_tokens,
             num_choices=work.num_choices,
             adapter_key=target.adapter_key,
-            context=self.context(call, work, attempt),
+            context=self.context(call, work, ticket, attempt),
         )
 
     async def engine(self, call: Call, work: Work, avoid: EngineClient | None) -> EngineClient:
@@ -245,6 +238,12 @@ class Flight:
             post=self.ended_ns - finished_ns,
         )
 
+    @property
+    def price_picousd(self) -> int:
+        """As the ledger will have it, once the request has finished."""
+        used = Quantities(self.usage.prompt_tokens, self.usage.cached_tokens, self.usage.output_tokens)
+        return price(self.outcome, used, self.ticket.card, self.work.target.model.name, self.work.flow_class)
+
     def land(self) -> None:
         """The request's last word to its engine, its ledger and its reservation."""
         self.call.on_gone = None
@@ -256,6 +255,7 @@ class Flight:
         else:
             self.ticket.used_tokens = self.work.prompt_tokens + sum(self.output_tokens)
         self.ticket.kind = "exact" if self.finished_ns else "at_least"
+        self.ticket.attempt, self.ticket.price_picousd = self._attempt, self.price_picousd
         if self.outcome == wire.OUTCOME_LOST or not self._stream.close(self._close()):
             self.dispatch.post_lost(self._lost_record())
 
@@ -317,7 +317,7 @@ class Flight:
         """What the gateway saw of a request whose engine is gone: for the ledger, at no charge."""
         return wire.UsageRecord(
             request_id=f"{self.call.request_id}:{self._attempt}",
-            context=self.dispatch.context(self.call, self.work, self._attempt),
+            context=self.dispatch.context(self.call, self.work, self.ticket, self._attempt),
             outcome=wire.OUTCOME_LOST,
             prompt_tokens=self.work.prompt_tokens,
             cached_tokens=0,

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 import uvloop
@@ -29,11 +29,10 @@ from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
-from gateway.dispatch import Dispatch, Flight
+from gateway.dispatch import Dispatch
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
-from gateway.limiter import Limiter
 from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
@@ -42,17 +41,15 @@ from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.spending import build_spending
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
 from gateway.tracing import otlp_sink
-from gateway.work import Reader, Work
+from gateway.work import Reader
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
-from tenants.ledger import Ledger
-from tenants.local_share import LocalShare
-from tenants.pricing import Quantities, RateCard, charges, is_billed
-from tenants.quota import Quota
+from tenants.ledger import Fold, Ledger
 from tenants.secrets import Secrets
 from tenants.staged_uploads import StagedUploads
 
@@ -80,21 +77,24 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         redis = Redis.from_url(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         directory = await _started(stack, Directory(database, redis, secrets))
-        telemetry = _telemetry(settings, directory, stack)
+        telemetry = _telemetry(settings, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
-        settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
         catalog = Catalog()
+        spending = build_spending(
+            settings, index, redis, database, directory, catalog.engines,
+            lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc(),
+        )  # fmt: skip
+        await _started(stack, spending)
+        folds = (spending.bookings,)
+        settlement = await _started(stack, _settlement(database, directory, secrets, metrics, folds))
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
-        quota = Quota(redis, settings.store_deadline_s)
-        share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
-        limiter = Limiter(quota, share, lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc())
-        admission = await _started(stack, Admission(await _started(stack, limiter)))
+        admission = await _started(stack, Admission(spending.limiter, directory.rate_card, spending.tickets))
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.rate_card, directory.holds)
+        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.holds)
         directory.on_revoked = dispatch.revoke
         reader = Reader(targets, grammars)
         yield Parts(
@@ -116,13 +116,15 @@ async def _started(stack: contextlib.AsyncExitStack, part):
     return part
 
 
-def _settlement(database: Database, directory: Directory, secrets: Secrets, metrics: Metrics) -> Settlement:
-    """With all that follows from records, in this order."""
+def _settlement(
+    database: Database, directory: Directory, secrets: Secrets, metrics: Metrics, folds: Sequence[Fold]
+) -> Settlement:
+    """``folds`` follow from records, in this order."""
 
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds=(), count_unbooked=count)
+    ledger = Ledger(folds, count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
@@ -158,22 +160,12 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
             model.text()  # builds the tokenizer now, not at the first request
 
 
-def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
-    telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
+def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetry:
+    telemetry = Telemetry(price_of=lambda work, flight: flight.price_picousd)
     if settings.otlp_endpoint:
         telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
         stack.callback(telemetry.spans.close)
     return telemetry
-
-
-def _price(rate_card, work: Work, flight: Flight) -> int:
-    """Picousd, as the ledger will have it."""
-    usage = flight.usage
-    if not is_billed(flight.outcome, usage.output_tokens):
-        return 0
-    card: RateCard = rate_card(flight.call.unix_ns(flight.call.read_ns))
-    quantities = Quantities(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
-    return sum(line.amount_picousd for line in charges(quantities, card, work.target.model.name, work.flow_class))
 
 
 async def serve(settings: Settings, listener: socket.socket, index: int) -> None:

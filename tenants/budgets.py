@@ -22,7 +22,11 @@ class Window:
     name: str
     limit_picousd: int | None
     stamp: int
-    end_unix_ms: int
+    period: Period
+
+    @property
+    def end_unix_ms(self) -> int:
+        return self.period.end_unix_ns // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,6 @@ def scopes_of(key_id: str, base_model: str, adapter: str) -> tuple[str, ...]:
     return (*scopes, f"{key}:adapter:{adapter}") if adapter else scopes
 
 
-def window_name(scope: str, period: Period) -> str:
-    return f"{scope}@{period.label}"
-
-
 @lru_cache(1024)
 def _zone(name: str) -> ZoneInfo:
     return ZoneInfo(name)
@@ -102,4 +102,4 @@ def limited(windows: Sequence[Window]) -> list[Window]:
 
 
 def _window(scope: str, period: Period, limit: int | None, stamp: int) -> Window:
-    return Window(window_name(scope, period), limit, stamp, period.end_unix_ns // 1_000_000)
+    return Window(f"{scope}@{period.label}", limit, stamp, period)

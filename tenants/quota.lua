@@ -152,7 +152,7 @@ local function save_hold(hold)
   redis.call('PEXPIRE', KEYS[2], whole(HOLDS_MS))
 end
 
-local function new_hold(state)
+local function new_hold(windows, state)
   local hold = { amount = '0', state = state, attempt = attempt, lease = whole(now + lease_ms), booked = '', names = {} }
   for i, window in ipairs(windows) do hold.names[i] = window.name end
   return hold
@@ -244,7 +244,7 @@ function run.reserve()
   take(scopes, 1, amount)
   hold_leases(scopes)
   if #windows > 0 then
-    local hold = load_hold() or new_hold('open')
+    local hold = load_hold() or new_hold(windows, 'open')
     debit(hold, money(picousd))
     save_hold(hold)
   end
@@ -259,7 +259,7 @@ function run.extend()
   local hold
   if #windows > 0 then
     if is_unknown(windows) then return { UNKNOWN } end
-    hold = load_hold() or new_hold('open')
+    hold = load_hold() or new_hold(windows, 'open')
     if exhausted(windows, plus(money(picousd), money(hold.amount), -1)) then return { REFUSED } end
   end
   if binding_refusal(scopes, 0, amount) then return { REFUSED } end
@@ -311,7 +311,7 @@ function run.renew()
     if hold then
       hold.lease = whole(now + lease_ms)
     else
-      hold = new_hold(kind)
+      hold = new_hold(windows, kind)
       debit(hold, money(picousd))
     end
     save_hold(hold)
@@ -329,7 +329,7 @@ function run.book()
   local is_free = not is_less(ZERO, price)
   if not hold then
     if is_free then return { ADMITTED } end
-    hold = new_hold('closed')
+    hold = new_hold(windows, 'closed')
     hold.booked = ','
   end
   local mark = attempt .. ','

@@ -182,9 +182,10 @@ class Quota:
         await self._in_time(self._redis.hset(f"{prefix_of(tenant_id)}:h", f"!{mark}", "1"))  # pyright: ignore[reportArgumentType]
 
     async def held(self, tenant_id: str) -> dict[str, str]:
-        """Requests (their ids) that hold something of the tenant's windows → the amount, as decimal text."""
-        held = await self._in_time(self._redis.hgetall(f"{prefix_of(tenant_id)}:h"))  # pyright: ignore[reportArgumentType]
-        return {_text(member).rpartition(":")[0]: _text(hold) for member, hold in held.items() if _text(member)[0] != "!"}
+        """Requests (their ids) that hold something of the tenant's windows → the hold, as quota.lua writes it."""
+        found = await self._in_time(self._redis.hgetall(f"{prefix_of(tenant_id)}:h"))  # pyright: ignore[reportArgumentType]
+        held = {_text(member): _text(hold) for member, hold in found.items()}
+        return {member.rpartition(":")[0]: hold for member, hold in held.items() if not member.startswith("!")}
 
     async def open(self, reservation: Reservation, sums: Mapping[str, int], booked: Iterable[str], mark: str) -> bool:
         """Makes the reservation's windows known that are not: ``sums`` are the ledger's by window, ``booked`` the
