@@ -45,9 +45,10 @@ async def _serve(options: argparse.Namespace, parent: int) -> None:
     from engine.adapter_tiers import DiskTier
     from engine.build import Options, build
     from engine.journal import Journal
+    from engine.journal_segments import Keep
     from engine.server import Identity, Server
 
-    journal = Journal(options.dir)
+    journal = Journal(options.dir, keep=Keep(options.journal_keep_days, options.journal_keep_bytes))
     if journal.torn_bytes:
         logger.warning("cut %d bytes of an unfinished group off the journal", journal.torn_bytes)
     name, _, source = options.model.partition("=")
@@ -142,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
     add("--deterministic", action="store_true")
+    add("--journal-keep-days", type=int, default=90, help="how long acknowledged usage records are kept for audits")
+    add("--journal-keep-bytes", type=int, default=8 << 30, help="how much of them at most")
     add("--engine-id", default="engine-0")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser

@@ -103,14 +103,24 @@ class Usage(Struct, frozen=True):
     gpu_ns: int = 0
 
 
-class Family(Struct, frozen=True):
+class Exemplar(Struct, frozen=True, array_like=True):
+    """One observation of a bucket: ``labels`` are the bucket's, ``of`` says whose it was, seen at ``unix_s``."""
+
+    labels: dict[str, str]
+    of: dict[str, str]
+    value: float
+    unix_s: float
+
+
+class Family(Struct, frozen=True, omit_defaults=True):
     """One metric family as plain numbers: samples are (suffix, labels, value), suffix '' | '_bucket' | '_sum'
-    | '_count' | '_total', buckets cumulative with label ``le``."""
+    | '_count' | '_total', buckets cumulative with label ``le``; ``exemplars`` are of buckets."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     samples: list[tuple[str, dict[str, str], float]]
+    exemplars: list[Exemplar] = []
 
 
 class Hello(Struct, frozen=True, tag="hello"):

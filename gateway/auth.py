@@ -19,7 +19,7 @@ def authenticate(directory: Directory, failures: FailedAttempts, call: Call) -> 
     """Raises ApiError 401, the same for every reason, 429 for an address with too many of those, 403 for a key
     without the route's scope. No query: the directory is in memory."""
     header = call.header(b"authorization") or ""
-    principal = holder_of(header, directory.authenticate, failures, call.scope)
+    principal = call.principal = holder_of(header, directory.authenticate, failures, call.scope)
     scope = access_of(call.scope).scope
     if scope is not None and scope not in principal.scopes:
         raise ApiError(f"This key lacks the scope `{scope}`.", code="insufficient_scope")

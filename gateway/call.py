@@ -14,11 +14,12 @@ from typing import Any
 from litestar.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
+from gateway.trace_context import parent_of
+from tenants.directory import Principal
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the caller sees the 413
 SEND_TIMEOUT_S = 60.0  # a caller that reads nothing for so long has left
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
 def new_request_id() -> str:
@@ -36,6 +37,7 @@ class Call:
     X-Client-Request-ID), '' when absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without
     one the trace begins here. ``headers`` go with the answer, whatever it will be. ``is_replay``: it is the answer
     that an earlier request got, and ``request_id`` is that one's. ``body_hash`` is there when an Idempotency-Key is.
+    ``principal`` is who calls, once that is known.
     """
 
     scope: Scope
@@ -58,6 +60,7 @@ class Call:
     headers: dict[str, str] = field(default_factory=dict)
     on_whole: Callable[[bytes | None], Awaitable[None]] | None = None
     is_replay: bool = False
+    principal: Principal | None = None
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
@@ -65,18 +68,18 @@ class Call:
         label = call.header(b"x-request-id") or call.header(b"x-client-request-id") or ""
         call.label = label if _LABEL.fullmatch(label) else ""
         call.idempotency_key = call.header(b"idempotency-key")
-        trace = _TRACEPARENT.fullmatch(call.header(b"traceparent") or "")
-        if trace:
-            call.trace_id, call.parent_span = trace[1], trace[2]
-            call.sampled = bool(int(trace[3], 16) & 1)
+        parent = parent_of(call.headers_of(b"traceparent"))
+        if parent is not None:
+            call.trace_id, call.parent_span, call.sampled = parent.trace_id, parent.span_id, parent.sampled
         return call
 
     def header(self, name: bytes) -> str | None:
-        """A request header by its lower-case name."""
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return value.decode("latin-1")
-        return None
+        """A request header by its lower-case name; the first of several."""
+        return next(iter(self.headers_of(name)), None)
+
+    def headers_of(self, name: bytes) -> list[str]:
+        """All request headers of that lower-case name."""
+        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name]
 
     @property
     def content_length(self) -> int | None:

@@ -36,12 +36,14 @@ class CallerLeft(Exception):
 
 @dataclass(slots=True)
 class Dispatch:
-    """Picks engines. ``post_lost`` records what a dead engine can't; ``holds`` says whether a key is still valid."""
+    """Picks engines. ``post_lost`` records what a dead engine can't; ``holds`` says whether a key is still valid,
+    ``count_fallback`` hears of a request that goes to a second engine."""
 
     admission: Admission
     secrets: Secrets
     post_lost: PostLost
     holds: Callable[[str], bool]
+    count_fallback: Callable[[str, str], None] = lambda kind, reason: None
     _flights: set["Flight"] = field(default_factory=set)
     _favourites: OrderedDict[str, EngineClient] = field(default_factory=OrderedDict)
 
@@ -90,6 +92,8 @@ class Dispatch:
             trace_id=call.trace_id,
             operation=work.operation,
             label=call.label,
+            streamed=work.style.stream,
+            num_choices=work.total_choices,
         )
         return seal(context, self.secrets.context_key)
 
@@ -225,6 +229,11 @@ class Flight:
         """The key is not valid any more. That is the tenant's doing, as if it had left: what was made is billed."""
         self.interrupt(ApiError("This API key was revoked, or its account suspended.", code="invalid_api_key"))
 
+    @property
+    def is_measured(self) -> bool:
+        """``usage`` is what the ledger has or will have."""
+        return bool(self.finished_ns) or self.outcome == wire.OUTCOME_LOST
+
     def phases(self) -> Phases:
         """Where the time of a submitted request went, as its ledger has it."""
         usage = self.usage
@@ -255,9 +264,19 @@ class Flight:
         else:
             self.ticket.used_tokens = self.work.prompt_tokens + sum(self.output_tokens)
         self.ticket.kind = "exact" if self.finished_ns else "at_least"
-        self.ticket.attempt, self.ticket.price_picousd = self._attempt, self.price_picousd
         if self.outcome == wire.OUTCOME_LOST or not self._stream.close(self._close()):
+            self._be_lost()
             self.dispatch.post_lost(self._lost_record())
+        self.ticket.attempt, self.ticket.price_picousd = self._attempt, self.price_picousd
+
+    def _be_lost(self) -> None:
+        """What the gateway saw of a request whose engine is gone is all that is known of it."""
+        self.outcome, self.finished_ns = wire.OUTCOME_LOST, 0
+        self.usage = wire.Usage(
+            prompt_tokens=self.work.prompt_tokens,
+            output_tokens=sum(self.output_tokens) - self.surplus_tokens,
+            decode_ns=self.ended_ns - self.submitted_ns,
+        )
 
     def _check(self, finished: wire.Finished) -> None:
         if finished.error_code:
@@ -273,6 +292,7 @@ class Flight:
         before, self.outcome = self.outcome, wire.OUTCOME_LOST
         if self._attempt or any(self.output_tokens) or self.call.gone.is_set() or self._interruption:
             raise ApiError("The engine that ran this request was lost; nothing is charged.", code="engine_lost")
+        self.dispatch.count_fallback("replica", "engine_lost")
         await self.launch(attempt=1)
         self.outcome = before
 
@@ -282,6 +302,7 @@ class Flight:
         if rejected.code not in ("busy", "draining") or not others or self._attempt:
             return False
         self._stream, self.submitted_ns = None, 0
+        self.dispatch.count_fallback("replica", "refused")
         try:
             await self.launch(attempt=1)
         except ApiError as error:
@@ -314,21 +335,22 @@ class Flight:
         )
 
     def _lost_record(self) -> wire.UsageRecord:
-        """What the gateway saw of a request whose engine is gone: for the ledger, at no charge."""
+        """For the ledger, at no charge."""
+        usage, phases = self.usage, self.phases()
         return wire.UsageRecord(
             request_id=f"{self.call.request_id}:{self._attempt}",
             context=self.dispatch.context(self.call, self.work, self.ticket, self._attempt),
             outcome=wire.OUTCOME_LOST,
-            prompt_tokens=self.work.prompt_tokens,
-            cached_tokens=0,
-            output_tokens=sum(self.output_tokens) - self.surplus_tokens,
-            queue_ns=self.submitted_ns - self.call.read_ns,
-            prefill_ns=0,
-            decode_ns=self.ended_ns - self.submitted_ns,
-            post_ns=0,
-            network_ns=0,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            queue_ns=phases.queue,
+            prefill_ns=phases.prefill,
+            decode_ns=phases.decode,
+            post_ns=phases.post,
+            network_ns=phases.network,
             first_token_ns=self.first_token_ns,
-            gpu_ns=0,
+            gpu_ns=usage.gpu_ns,
             finished_unix_ns=self.call.unix_ns(self.ended_ns),
         )
 

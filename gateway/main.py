@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import uvicorn
 import uvloop
@@ -29,6 +29,7 @@ from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
+from gateway.bookings import Bookings
 from gateway.dispatch import Dispatch
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
@@ -39,18 +40,20 @@ from gateway.models import Catalog
 from gateway.parts import Parts
 from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
+from gateway.refusals import Refusals
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.span_sink import otlp_sink
 from gateway.spending import build_spending
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
-from gateway.tracing import otlp_sink
 from gateway.work import Reader
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
-from tenants.ledger import Fold, Ledger
+from tenants.ledger import Ledger
 from tenants.secrets import Secrets
+from tenants.slo.sums import SloFold
 from tenants.staged_uploads import StagedUploads
 
 ENGINES_READY_S = 30.0
@@ -80,21 +83,19 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         telemetry = _telemetry(settings, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
+        telemetry.on_refused = (await _started(stack, Refusals(database, metrics.count_slo))).count
         catalog = Catalog()
-        spending = build_spending(
-            settings, index, redis, database, directory, catalog.engines,
-            lambda kind, reason: metrics.fallbacks.labels(kind, reason).inc(),
-        )  # fmt: skip
+        spending = build_spending(settings, index, redis, database, directory, catalog.engines, metrics.fallback)
         await _started(stack, spending)
-        folds = (spending.bookings,)
-        settlement = await _started(stack, _settlement(database, directory, secrets, metrics, folds))
+        settlement = await _started(stack, _settlement(database, directory, secrets, metrics, spending.bookings))
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
+        metrics.store_away.set_function(lambda: float(spending.limiter.is_away))
         admission = await _started(stack, Admission(spending.limiter, directory.rate_card, spending.tickets))
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.holds)
+        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.holds, metrics.fallback)
         directory.on_revoked = dispatch.revoke
         reader = Reader(targets, grammars)
         yield Parts(
@@ -117,14 +118,14 @@ async def _started(stack: contextlib.AsyncExitStack, part):
 
 
 def _settlement(
-    database: Database, directory: Directory, secrets: Secrets, metrics: Metrics, folds: Sequence[Fold]
+    database: Database, directory: Directory, secrets: Secrets, metrics: Metrics, bookings: Bookings
 ) -> Settlement:
-    """``folds`` follow from records, in this order."""
+    """With all that follows from records, in this order."""
 
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds, count_unbooked=count)
+    ledger = Ledger(folds=(SloFold(metrics.count_slo), bookings), count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
@@ -160,10 +161,20 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
             model.text()  # builds the tokenizer now, not at the first request
 
 
+<<<<<<< HEAD
 def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetry:
     telemetry = Telemetry(price_of=lambda work, flight: flight.price_picousd)
     if settings.otlp_endpoint:
         telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
+=======
+def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
+    telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
+    try:
+        telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
+    except ValueError as error:
+        _log.error("no traces: %s", error)
+    if telemetry.spans is not None:
+>>>>>>> main
         stack.callback(telemetry.spans.close)
     return telemetry
 

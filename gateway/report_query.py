@@ -10,8 +10,8 @@ from gateway.errors import invalid
 from gateway.parts import parts_of, principal_of
 from gateway.resources import Bucket, ReportPage
 from tenants.errors import InvalidValue
-from tenants.record_repository import BucketWidth, GroupBy, UsageQuery
 from tenants.repositories import RecordRepository
+from tenants.usage_query import BucketWidth, GroupBy, UsageQuery
 
 Result = TypeVar("Result")
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}

@@ -2,14 +2,14 @@
 
 A counter never goes down and is never counted twice: a dead child's last counters and histograms stay in the
 sum, its gauges vanish. What a killed child counted after the last pull (each second and at every scrape) is lost
-here; the ledger, not this, says what was used.
+here; the ledger, not this, says what was used. Of a bucket's exemplars the newest is kept, also a dead child's.
 """
 
 import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -17,11 +17,14 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Exemplar as ShownExemplar
 
-from engine.wire import Family
+from engine.wire import Exemplar, Family
+from gateway.top_tenants import OTHER
 
 MAX_REPLY_BYTES = 16 << 20
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+MAX_ENDED_TENANTS = 500
 _AVERAGED = ("_ratio", "_perc", "_balancedness")  # a sum of shares means nothing
 _NEWEST = ("_info",)  # the value is a timestamp
 
@@ -58,8 +61,13 @@ def _family(metric: Metric) -> Family:
         for sample in metric.samples
         if not sample.name.endswith("_created")
     ]
+    exemplars = [
+        Exemplar(dict(sample.labels), dict(found.labels), found.value, float(found.timestamp or 0))
+        for sample in metric.samples
+        if (found := sample.exemplar) is not None and sample.name.endswith("_bucket")
+    ]
     kind = cast(Literal["counter", "gauge", "histogram"], metric.type)  # families() takes no other
-    return Family(name=metric.name, kind=kind, help=metric.documentation, samples=samples)
+    return Family(metric.name, kind, metric.documentation, samples, exemplars)
 
 
 @contextlib.asynccontextmanager
@@ -113,6 +121,7 @@ class _Sum:
     kind: str
     help: str
     values: dict[Key, float]
+    exemplars: dict[Key, Exemplar] = field(default_factory=dict)
 
 
 class SummedRegistry:
@@ -153,7 +162,20 @@ class SummedRegistry:
     def _fold(self, ended: dict[str, _Sum]) -> None:
         for name, family in ended.items():
             if family.kind != "gauge":
-                _add(self._dead, name, family)
+                _add(self._dead, name, self._bounded(name, family))
+
+    def _bounded(self, name: str, ended: _Sum) -> _Sum:
+        """Each process names few tenants, but many processes may end: beyond MAX_ENDED_TENANTS they are one."""
+        named = {dict(labels).get("tenant") for _, labels in self._dead[name].values} if name in self._dead else set()
+        values: dict[Key, float] = {}
+        for (suffix, pairs), value in ended.values.items():
+            labels = dict(pairs)
+            if "tenant" in labels and labels["tenant"] not in named:
+                labels["tenant"] = labels["tenant"] if len(named) < MAX_ENDED_TENANTS else OTHER
+                named.add(labels["tenant"])
+            key = _key(suffix, labels)
+            values[key] = values.get(key, 0.0) + value
+        return _Sum(ended.kind, ended.help, values, ended.exemplars)
 
     def gauges_of(self, source: str) -> dict[str, float]:
         """One child's gauges by name, each the sum of its samples."""
@@ -183,8 +205,10 @@ class SummedRegistry:
         """The sums as prometheus_client's own metric families."""
         for name, family in sorted(self._sums().items()):
             metric = Metric(name, family.help, family.kind)
-            for suffix, labels in _ordered(family.values):
-                metric.add_sample(name + suffix, dict(labels), family.values[suffix, labels])
+            for key in _ordered(family.values):
+                suffix, labels = key
+                shown = _shown(family.exemplars.get(key))
+                metric.add_sample(name + suffix, dict(labels), family.values[key], exemplar=shown)
             yield metric
 
     def render(self, accept: str) -> tuple[bytes, str]:
@@ -199,6 +223,14 @@ def _add(sums: dict[str, _Sum], name: str, family: _Sum) -> None:
     for key, value in family.values.items():
         before = into.values.get(key, 0.0)
         into.values[key] = max(before, value) if newest else before + value
+    for key, exemplar in family.exemplars.items():
+        known = into.exemplars.get(key)
+        if known is None or known.unix_s <= exemplar.unix_s:
+            into.exemplars[key] = exemplar
+
+
+def _shown(exemplar: Exemplar | None) -> ShownExemplar | None:
+    return None if exemplar is None else ShownExemplar(exemplar.of, exemplar.value, exemplar.unix_s)
 
 
 def _normal(family: Family) -> Family:
@@ -214,9 +246,14 @@ def _summable(family: Family, labels: dict[str, str]) -> _Sum:
     values: dict[Key, float] = {}
     for suffix, own, value in family.samples:
         if suffix in allowed:
-            key = (suffix, tuple(sorted((labels | own).items())))
+            key = _key(suffix, labels | own)
             values[key] = values.get(key, 0.0) + value
-    return _Sum(family.kind, family.help, values)
+    exemplars = {_key("_bucket", labels | exemplar.labels): exemplar for exemplar in family.exemplars}
+    return _Sum(family.kind, family.help, values, exemplars)
+
+
+def _key(suffix: str, labels: dict[str, str]) -> Key:
+    return suffix, tuple(sorted(labels.items()))
 
 
 def _went_down(before: _Sum | None, now: Family) -> bool:

@@ -48,6 +48,8 @@ class EngineSizes:
     adapter_slots: int | None = None
     max_adapter_rank: int | None = None
     threads: int | None = None
+    journal_keep_days: int | None = None
+    journal_keep_bytes: int | None = None
     deterministic: bool = False
 
     def to_args(self) -> list[str]:
@@ -162,12 +164,6 @@ class Settings:
         return self.home / "credentials.json"
 
     @property
-    def otlp_endpoint(self) -> str:
-        """'' when no OTLP exporter is configured."""
-        env = dict(self.otel)
-        return env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
-
-    @property
     def is_loopback(self) -> bool:
         return self.host in _LOOPBACK
 
@@ -262,6 +258,8 @@ def _size_options() -> list[click.Option]:
         _option("--adapter-slots", type=_POSITIVE, help="Adapters on the device at once."),
         _option("--max-adapter-rank", type=_POSITIVE, help="Largest LoRA rank."),
         _option("--threads", type=_POSITIVE, help="CPU threads of an engine."),
+        _option("--journal-keep-days", type=_POSITIVE, help="Days that usage journals are kept for audits [90]."),
+        _option("--journal-keep-bytes", type=_POSITIVE, help="Bytes of each usage journal kept at most [8 GiB]."),
         _option("--deterministic", is_flag=True, default=False, help="One step shape on a GPU: bit-equal, slower."),
     ]
 

@@ -1,16 +1,20 @@
 """What is seen of a request from outside: metrics, one trace, one log line. Never a prompt, an answer or a key."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.wire import OUTCOME_LOST
 from gateway.call import Call
 from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
-from gateway.tracing import SpanSink, request_spans
+from gateway.span_sink import SpanSink
+from gateway.top_tenants import TopTenants
+from gateway.tracing import refused_trace, request_trace
 from gateway.work import Work
 
 _log = logging.getLogger("gateway.request")
@@ -18,74 +22,127 @@ _NS = 1e-9
 _PHASES = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _EACH_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_ROUTE = ("model", "class", "route")
+FALLBACKS = (("limiter", "store_unavailable"), ("replica", "engine_lost"), ("replica", "refused"))
+_USD = 1e-12  # of a picousd
 _TOTAL = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
 
 class Metrics:
-    """One registry a process, with the gateway's names of interface.md §5; labels are bounded."""
+    """One registry a process, with the gateway's names of ops/METRICS.md; labels are bounded: models are the served
+    ones, ``route`` says whether an adapter ran, tenants go through TopTenants."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "tenora_requests", "Requests by how they ended.", ["model", "class", "outcome"], registry=registry
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("tenora_requests", "Requests by how they ended.", "model", "class", "outcome")
+        self.refusals = self._counter("tenora_admission_refusals", "Requests refused before an engine.", "reason")
+        self.tokens = self._counter("tenora_tokens", "Tokens of requests that ended.", "kind")
+        self.phases = self._histogram("tenora_request_phase_seconds", "Where time went.", _PHASES, "phase")
+        self.first_token = self._histogram("tenora_time_to_first_token_seconds", "Streams only.", _FIRST_TOKEN, *_ROUTE)
+        self.each_token = self._histogram(
+            "tenora_time_per_output_token_seconds", "From two tokens on.", _EACH_TOKEN, *_ROUTE
         )
-        self.refusals = Counter(
-            "tenora_admission_refusals", "Requests refused before an engine.", ["reason"], registry=registry
-        )
-        self.tokens = Counter("tenora_tokens", "Tokens of requests that ended.", ["kind"], registry=registry)
-        self.phases = Histogram(
-            "tenora_request_phase_seconds", "Where time went.", ["phase"], buckets=_PHASES, registry=registry
-        )
-        self.first_token = Histogram(
-            "tenora_time_to_first_token_seconds", "Streams only.", buckets=_FIRST_TOKEN, registry=registry
-        )
-        self.each_token = Histogram(
-            "tenora_time_per_output_token_seconds", "From two tokens on.", buckets=_EACH_TOKEN, registry=registry
-        )
-        self.seconds = Histogram("tenora_request_seconds", "Body read to last byte.", buckets=_TOTAL, registry=registry)
-        self.dropped_spans = Counter("tenora_spans_dropped", "Spans that found the queue full.", registry=registry)
-        self.fallbacks = Counter("tenora_fallbacks", "A lesser way was taken.", ["kind", "reason"], registry=registry)
-        self.unbooked = Counter(
-            "tenora_records_unbooked", "Usage records that are not ours or not sound.", ["reason"], registry=registry
-        )
+        self.seconds = self._histogram("tenora_request_seconds", "Body read to last byte.", _TOTAL, *_ROUTE)
+        self.gpu_seconds = self._counter("tenora_request_gpu_seconds", "Attributed to requests that ended.", *_ROUTE)
+        self.price = self._counter("tenora_request_price_usd", "Prices of requests that ended.", *_ROUTE)
+        self.tenant_requests = self._counter("tenora_tenant_requests", "By the busiest tenants.", "tenant", "outcome")
+        self.tenant_tokens = self._counter("tenora_tenant_tokens", "By the busiest tenants.", "tenant", "kind")
+        self.tenant_gpu_seconds = self._counter("tenora_tenant_gpu_seconds", "By the busiest tenants.", "tenant")
+        self.tenant_price = self._counter("tenora_tenant_price_usd", "By the busiest tenants.", "tenant")
+        self.slo = self._counter("tenora_slo_requests", "Valid ones by SLI.", "model", "class", "objective", "result")
+        self.dropped_spans = self._counter("tenora_spans_dropped", "Spans that no collector has taken.")
+        self.fallbacks = self._counter("tenora_fallbacks", "A lesser way was taken.", "kind", "reason")
+        for kind, reason in FALLBACKS:
+            self.fallbacks.labels(kind, reason)
+        self.unbooked = self._counter("tenora_records_unbooked", "Usage records not ours or not sound.", "reason")
+        self.store_away = Gauge("tenora_store_away", "Gateways that do not reach the store.", registry=self.registry)
+        self.unmeasured = self._counter("tenora_reports_failed", "Requests whose measures were not sound.")
+
+    def fallback(self, kind: str, reason: str) -> None:
+        """A lesser way was taken."""
+        self.fallbacks.labels(kind, reason).inc()
+
+    def count_slo(self, model: str, flow_class: str, sli: str, good: bool) -> None:
+        """A request was judged against an objective, or failed."""
+        self.slo.labels(model, flow_class, sli, "good" if good else "bad").inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
 
 @dataclass(slots=True)
 class Telemetry:
-    """``spans`` None: nobody collects traces."""
+    """``spans`` None: nobody collects traces. ``on_refused`` is called with what no engine took: status and code."""
 
     metrics: Metrics = field(default_factory=Metrics)
     spans: SpanSink | None = None
     price_of: Callable[[Work, Flight], int] = lambda work, flight: 0
+    top_tenants: TopTenants = field(default_factory=TopTenants)
+    on_refused: Callable[[Call, Work | None, int, str], None] = lambda call, work, status, code: None
 
     def report(self, call: Call, work: Work | None, flight: Flight | None, error: ApiError | None) -> None:
-        """A request has ended, whatever way. Called once for each."""
-        if call.is_replay:
-            self.metrics.requests.labels(*_labels(None), "replayed").inc()
-            _log.info("request=%s status=replayed", call.request_id)
-            return
+        """A request has ended, whatever way. Called once for each. Never raises: the answer is out already."""
         status = flight.outcome if flight else error.status if error else CALLER_LEFT
-        self.metrics.requests.labels(*_labels(work), _outcome(status)).inc()
-        if flight is None or not flight.submitted_ns:
-            self.metrics.refusals.labels((error.code or "invalid_request") if error else "caller_left").inc()
-        else:
-            self._measure(flight)
-            if self.spans is not None and call.sampled and work is not None:
-                self.spans.put(request_spans(call, work, flight, flight.phases(), self.price_of(work, flight)))
-        _log.info("%s", _line(call, work, flight, status, error))
+        try:
+            self._report(call, work, flight, error, status)
+        except Exception:
+            self.metrics.unmeasured.inc()
+            _log.exception("request=%s is not measured", call.request_id)
 
-    def _measure(self, flight: Flight) -> None:
-        usage, phases = flight.usage, flight.phases()
+    def _report(
+        self, call: Call, work: Work | None, flight: Flight | None, error: ApiError | None, status: int
+    ) -> None:
+        outcome = "replayed" if call.is_replay else _outcome(status)
+        self.metrics.requests.labels(*_labels(None if call.is_replay else work), outcome).inc()
+        is_sampled = self.spans.wants(call) if self.spans else call.sampled
+        if work is None or flight is None or not flight.submitted_ns:
+            if not call.is_replay:
+                reason = (error.code or "invalid_request") if error else "caller_left"
+                self.metrics.refusals.labels(reason).inc()
+                self.on_refused(call, work, status, reason)
+            trace = partial(refused_trace, call, work, status, error, time.monotonic_ns())
+        else:
+            price_picousd = self.price_of(work, flight)
+            self._measure(work, flight, price_picousd, {"trace_id": call.trace_id} if is_sampled else None)
+            trace = partial(request_trace, call, work, flight, error, price_picousd)
+        if work is not None:
+            self._measure_tenant(work, flight, outcome)
+        if self.spans is not None and is_sampled:
+            self.spans.put(trace())
+        _log.info("%s", _line(call, work, flight, outcome, error))
+
+    def _measure(self, work: Work, flight: Flight, price_picousd: int, trace: dict[str, str] | None) -> None:
+        metrics, usage, phases = self.metrics, flight.usage, flight.phases()
+        route = (*_labels(work), "adapter" if work.target.adapter_key else "base")
         for name in ("queue", "prefill", "decode", "network", "post"):
-            self.metrics.phases.labels(name).observe(getattr(phases, name) * _NS)
-        self.metrics.seconds.observe(phases.total * _NS)
+            metrics.phases.labels(name).observe(getattr(phases, name) * _NS, trace)
+        metrics.seconds.labels(*route).observe(phases.total * _NS, trace)
         if flight.first_token_ns:
-            self.metrics.first_token.observe(flight.first_token_ns * _NS)
+            metrics.first_token.labels(*route).observe(flight.first_token_ns * _NS, trace)
         if usage.output_tokens > 1:
-            self.metrics.each_token.observe(usage.decode_ns * _NS / (usage.output_tokens - 1))
-        self.metrics.tokens.labels("input").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels("cached").inc(usage.cached_tokens)
-        self.metrics.tokens.labels("output").inc(usage.output_tokens)
+            metrics.each_token.labels(*route).observe(usage.decode_ns * _NS / (usage.output_tokens - 1), trace)
+        for kind, number in _tokens(flight):
+            metrics.tokens.labels(kind).inc(number)
+        metrics.gpu_seconds.labels(*route).inc(usage.gpu_ns * _NS)
+        metrics.price.labels(*route).inc(price_picousd * _USD)
+
+    def _measure_tenant(self, work: Work, flight: Flight | None, outcome: str) -> None:
+        metrics, tenant = self.metrics, self.top_tenants.label(work.principal.tenant_id)
+        metrics.tenant_requests.labels(tenant, outcome).inc()
+        if flight is None or not flight.submitted_ns:
+            return
+        for kind, number in _tokens(flight):
+            metrics.tenant_tokens.labels(tenant, kind).inc(number)
+        metrics.tenant_gpu_seconds.labels(tenant).inc(flight.usage.gpu_ns * _NS)
+        metrics.tenant_price.labels(tenant).inc(self.price_of(work, flight) * _USD)
+
+
+def _tokens(flight: Flight) -> tuple[tuple[str, int], ...]:
+    usage = flight.usage
+    return ("input", usage.prompt_tokens), ("cached", usage.cached_tokens), ("output", usage.output_tokens)
 
 
 def _labels(work: Work | None) -> tuple[str, str]:
@@ -97,8 +154,10 @@ def _outcome(status: int) -> str:
     return "lost" if status == OUTCOME_LOST else "cancelled" if status == CALLER_LEFT else str(status)
 
 
-def _line(call: Call, work: Work | None, flight: Flight | None, status: int, error: ApiError | None) -> str:
-    parts = [f"request={call.request_id}", f"status={_outcome(status)}"]
+def _line(call: Call, work: Work | None, flight: Flight | None, outcome: str, error: ApiError | None) -> str:
+    parts = [f"request={call.request_id}", f"status={outcome}"]
+    if call.is_replay:
+        return " ".join(parts)
     if error is not None:
         parts.append(f"code={error.code}")
     if work is not None:

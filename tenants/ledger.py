@@ -1,4 +1,4 @@
-"""The ledger's only writer: usage records in, receipts and charges out, each once for ever."""
+"""The ledger's only writer: usage records in, receipts, charges and their sums out, each once for ever."""
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +11,10 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from tenants.bulk import insert_telling
 from tenants.errors import InvalidRecord
 from tenants.meter import RequestContext
+from tenants.postings import number_postings
 from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
 from tenants.repositories import RateCardRepository
+from tenants.rollups import add_booked
 from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
 from tenants.tables import LedgerEntry, RequestRecord
 
@@ -24,13 +26,13 @@ _DURATIONS = ("queue_ns", "prefill_ns", "decode_ns", "post_ns", "network_ns", "f
 _COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns")
 _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
-    *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label"),
+    *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label", "streamed", "num_choices"),
 )
 _SHARED = ("request_id", "tenant_id", "key_id", "model", "base_model", "flow_class", "rate_card_id")
 _RECORD = (*_FROM_CONTEXT, *_COPIED, "billed", "price_picousd")
 _ENTRY = ("entry_id", "meter", "quantity", "unit_price_picousd", "amount_picousd", "occurred_unix_ns", *_SHARED)
 _of_context, _copied, _shared = attrgetter(*_FROM_CONTEXT), attrgetter(*_COPIED), attrgetter(*_SHARED)
-_record_key, _entry_key = itemgetter(0, 1), itemgetter(0)
+_entry_key = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,9 @@ class Fold(Protocol):
 
 
 class Ledger:
-    """Inserts and nothing else. The caller owns the transaction, and acknowledges after the commit. ``folds`` run in
-    their order, behind the inserts. ``count_unbooked`` is called with the reason of each record that was set aside."""
+    """Inserts, and adds up what it inserted. The caller owns the transaction, and acknowledges after the commit.
+    ``folds`` run in their order, behind the inserts. ``count_unbooked`` is called with the reason of each record that
+    was set aside."""
 
     def __init__(self, folds: Sequence[Fold] = (), count_unbooked: Callable[[str], None] = lambda _: None) -> None:
         self._folds = tuple(folds)
@@ -98,26 +101,23 @@ class Ledger:
         is set aside, and the others are booked.
         """
         cards = await _with_missing_cards(session, settled, rate_cards)
-        strangers = [request for request in settled if _is_unpriced(request, cards)]
-        charged = {
-            _record_id(request): (request, _charges(request, cards))
-            for request in settled
-            if not _is_unpriced(request, cards)
-        }
-        records = [_record_row(request, billed) for request, billed in charged.values()]
-        entries = [row for request, billed in charged.values() for row in _entry_rows(request, billed)]
-        # in key order: two gateways never wait for each other in a circle
-        records.sort(key=_record_key)
-        entries.sort(key=_entry_key)
+        bills = _bills([request for request in settled if not _is_unpriced(request, cards)], cards)
+        records = [_record_row(bill) for bill in bills]
         new_records = await insert_telling(session, RequestRecord, _RECORD, records, ("request_id", "attempt"))
+        bills = [bill for bill in bills if _record_id(bill.request) in new_records]
+        entries = sorted((row for bill in bills for row in _entry_rows(bill)), key=_entry_key)
         new_entries = await insert_telling(session, LedgerEntry, _ENTRY, entries, ("entry_id",))
-        if self._folds and new_records:
-            booked = [_booked(*charged[key], new_entries) for key in sorted(new_records)]
-            for fold in self._folds:
-                await fold.fold(session, booked)
+        booked = [_booked(bill, new_entries) for bill in bills]
+        await add_booked(session, booked)
+        for fold in self._folds:
+            await fold.fold(session, booked)
+        await self._set_aside(session, [request for request in settled if _is_unpriced(request, cards)])
+        await number_postings(session, [each.request.context.request_id for each in booked if each.charges])
+        return len(new_records)
+
+    async def _set_aside(self, session: AsyncSession, strangers: Sequence[SettledRequest]) -> None:
         for _ in range(await set_aside(session, strangers, UNKNOWN_RATE_CARD)):
             self._count_unbooked(UNKNOWN_RATE_CARD)
-        return len(new_records)
 
 
 def entry_id(request_id: str, meter: str) -> str:
@@ -125,14 +125,33 @@ def entry_id(request_id: str, meter: str) -> str:
     return str(uuid.uuid5(_NAMESPACE, f"{request_id}/{meter}"))
 
 
+@dataclass(frozen=True, slots=True)
+class _Bill:
+    """``charges`` are a record's own; ``entries``: those of them, by entry id, that no record before it has."""
+
+    request: SettledRequest
+    charges: Sequence[Charge]
+    entries: Mapping[str, Charge]
+
+
+def _bills(settled: Sequence[SettledRequest], cards: Mapping[str, RateCard]) -> list[_Bill]:
+    """One a record, in key order: two gateways never wait for each other in a circle."""
+    bills: list[_Bill] = []
+    taken: set[str] = set()
+    for _, request in sorted({_record_id(request): request for request in settled}.items(), key=itemgetter(0)):
+        billed = _charges(request, cards)
+        named = {entry_id(request.context.request_id, charge.meter): charge for charge in billed}
+        bills.append(_Bill(request, billed, {name: charge for name, charge in named.items() if name not in taken}))
+        taken.update(named)
+    return bills
+
+
 def _record_id(request: SettledRequest) -> tuple[str, int]:
     return request.context.request_id, request.context.attempt
 
 
-def _booked(request: SettledRequest, billed: Sequence[Charge], new_entries: set[tuple]) -> Booked:
-    request_id = request.context.request_id
-    new = (charge for charge in billed if (entry_id(request_id, charge.meter),) in new_entries)
-    return Booked(request, tuple(new))
+def _booked(bill: _Bill, new_entries: set[tuple]) -> Booked:
+    return Booked(bill.request, tuple(charge for name, charge in bill.entries.items() if (name,) in new_entries))
 
 
 def _is_unpriced(request: SettledRequest, cards: Mapping[str, RateCard]) -> bool:
@@ -147,18 +166,17 @@ def _charges(request: SettledRequest, cards: Mapping[str, RateCard]) -> list[Cha
     return charges(quantities, cards[context.rate_card_id], context.base_model, context.flow_class)
 
 
-def _record_row(request: SettledRequest, billed: Sequence[Charge]) -> tuple:
-    price = sum(charge.amount_picousd for charge in billed)
+def _record_row(bill: _Bill) -> tuple:
+    request = bill.request
+    price = sum(charge.amount_picousd for charge in bill.charges)
     is_one = is_billed(request.outcome, request.output_tokens)
     return (*_of_context(request.context), *_copied(request), is_one, price)
 
 
-def _entry_rows(request: SettledRequest, billed: Sequence[Charge]) -> Iterator[tuple]:
-    request_id, when, shared = request.context.request_id, request.finished_unix_ns, _shared(request.context)
-    for charge in billed:
-        name = entry_id(request_id, charge.meter)
-        amounts = (charge.quantity, charge.unit_price_picousd, charge.amount_picousd)
-        yield (name, charge.meter, *amounts, when, *shared)
+def _entry_rows(bill: _Bill) -> Iterator[tuple]:
+    when, shared = bill.request.finished_unix_ns, _shared(bill.request.context)
+    for name, charge in bill.entries.items():
+        yield (name, charge.meter, charge.quantity, charge.unit_price_picousd, charge.amount_picousd, when, *shared)
 
 
 async def _with_missing_cards(

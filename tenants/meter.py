@@ -42,6 +42,8 @@ class RequestContext(Struct, frozen=True, array_like=True):
     trace_id: str = ""
     operation: str = ""  # "chat" | "completions"
     label: str = ""
+    streamed: bool = False
+    num_choices: int = 1  # prompts × choices of each
 
 
 _decoder = msgspec.msgpack.Decoder(RequestContext)

@@ -12,6 +12,11 @@ from sqlalchemy.sql.elements import ColumnElement
 _SPLIT = 10**9
 
 
+def limbs(amount: int) -> tuple[int, int]:
+    """Quotient and remainder, for two columns that are added to apart; ``total`` reads them."""
+    return divmod(amount, _SPLIT)
+
+
 def exact_sum(column: Any, label: str) -> tuple[ColumnElement, ColumnElement]:
     """Two columns to select in place of SUM(column); read them with ``total(row, label)``."""
     plain = type_coerce(column, BigInteger)

@@ -27,7 +27,7 @@ from tenants.limits import (
     set_limits,
 )
 from tenants.pricing import PriceKey, RateCard
-from tenants.record_repository import RecordRepository, UsageBucket, UsageQuery, UsageRow
+from tenants.record_repository import RecordRepository
 from tenants.stamps import change_stamp, new_id
 from tenants.tables import (
     AdapterAlias,
@@ -38,6 +38,8 @@ from tenants.tables import (
     RateCardVersion,
     Tenant,
 )
+from tenants.usage_query import UsageBucket, UsageQuery, UsageRow
+from tenants.usage_repository import UsageRepository
 
 __all__ = [
     "KEY_LIMITS",
@@ -53,6 +55,7 @@ __all__ = [
     "TenantRepository",
     "UsageBucket",
     "UsageQuery",
+    "UsageRepository",
     "UsageRow",
     "new_id",
 ]

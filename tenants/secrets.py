@@ -71,6 +71,11 @@ class Secrets:
         with contextlib.suppress(FileExistsError):
             if not path.exists():
                 _create(path)
+        return cls.load(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Secrets":
+        """Reads the file. Raises UnsafeSecrets, also when it is absent."""
         return cls(**_read(path))
 
     @property

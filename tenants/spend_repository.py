@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import and_, func, or_
+from sqlalchemy import func, or_
 from sqlmodel import col, delete, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
@@ -77,12 +77,12 @@ def _of_scope(scope: str) -> Sequence:
     if scope == "tenant":
         return ()
     _, key_id, *rest = scope.split(":", 3)
-    of_key = RequestRecord.key_id == key_id
+    of_key = col(RequestRecord.key_id) == key_id
     if not rest:
         return (of_key,)
     kind, name = rest
     if kind == "model":
-        return (of_key, RequestRecord.base_model == name)
-    versions = func.substr(col(RequestRecord.model), 1, len(name) + 1) == f"{name}@"
-    is_adapter = and_(RequestRecord.adapter_version_id != "", or_(RequestRecord.model == name, versions))
-    return (of_key, is_adapter)
+        return (of_key, col(RequestRecord.base_model) == name)
+    model = col(RequestRecord.model)
+    is_named = or_(model == name, func.substr(model, 1, len(name) + 1) == f"{name}@")
+    return (of_key, col(RequestRecord.adapter_version_id) != "", is_named)

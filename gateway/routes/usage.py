@@ -7,8 +7,8 @@ from gateway.parts import parts_of, principal_of
 from gateway.report_query import COSTS, USAGE, page_of
 from gateway.resources import Amount, Bucket, CostResult, ReportPage, UsageResult
 from gateway.work import TIER_OF
-from tenants.record_repository import CostRow
-from tenants.repositories import RecordRepository, UsageRow
+from tenants.repositories import UsageRepository, UsageRow
+from tenants.usage_query import CostRow
 
 _PICO = 10**12
 
@@ -17,7 +17,7 @@ _PICO = 10**12
 async def usage_completions(request: Request) -> ReportPage[UsageResult]:
     principal, page = principal_of(request), await page_of(request, USAGE)
     async with parts_of(request).database.session() as session:
-        buckets = await RecordRepository(session).usage_buckets(principal.tenant_id, page.query)
+        buckets = await UsageRepository(session).usage_buckets(principal.tenant_id, page.query)
     return page.answer(
         [
             Bucket(
@@ -34,7 +34,7 @@ async def usage_completions(request: Request) -> ReportPage[UsageResult]:
 async def costs(request: Request) -> ReportPage[CostResult]:
     principal, page = principal_of(request), await page_of(request, COSTS)
     async with parts_of(request).database.session() as session:
-        buckets = await RecordRepository(session).cost_buckets(principal.tenant_id, page.query)
+        buckets = await UsageRepository(session).cost_buckets(principal.tenant_id, page.query)
     return page.answer(
         [
             Bucket(

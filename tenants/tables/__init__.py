@@ -7,6 +7,9 @@ from tenants.tables.events import Event
 from tenants.tables.gateways import GatewayLease
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
+from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.rollups import UsageRollup, UsageSeries
+from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
@@ -21,14 +24,24 @@ __all__ = [
     "GatewayLease",
     "IdempotentRequest",
     "JsonList",
+    "LatencyMinute",
     "LedgerEntry",
     "OperatorKey",
     "Picousd",
+    "Posting",
+    "PostingHead",
     "RateCardItem",
     "RateCardVersion",
+    "RefusalMinute",
     "RequestRecord",
+    "SloIncident",
+    "SloMinute",
+    "SloObjective",
+    "SloWatch",
     "StringList",
     "Tenant",
     "UnbookedRecord",
+    "UsageRollup",
+    "UsageSeries",
     "metadata",
 ]

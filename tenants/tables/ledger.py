@@ -1,9 +1,11 @@
 """Prices, receipts and charges."""
 
-from sqlalchemy import BigInteger, Index
+from sqlalchemy import BigInteger, Index, text
 from sqlmodel import Field, SQLModel
 
 from tenants.tables.types import MAX_NAME_LENGTH, Picousd
+
+NOT_SUMMED = "meter NOT IN ('input_uncached_tokens', 'input_cached_tokens', 'output_tokens', 'requests')"  # no rollups
 
 
 class RateCardVersion(SQLModel, table=True):
@@ -66,6 +68,8 @@ class RequestRecord(SQLModel, table=True):
     finished_unix_ns: int = Field(sa_type=BigInteger)
     trace_id: str = Field(max_length=32)
     label: str = Field(max_length=128)
+    streamed: bool = False
+    num_choices: int = Field(default=1, sa_type=BigInteger)  # prompts × choices of each
 
     @property
     def total_ns(self) -> int:
@@ -76,7 +80,16 @@ class LedgerEntry(SQLModel, table=True):
     """One charge: ``entry_id`` = uuid5(request_id, meter), so a replay can't bill twice, ever. Append-only."""
 
     __tablename__ = "ledger_entry"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index(None, "tenant_id", "occurred_unix_ns"), Index(None, "request_id"))
+    __table_args__ = (
+        Index(None, "tenant_id", "occurred_unix_ns"),
+        Index(None, "request_id"),
+        Index(
+            "ix_ledger_entry_not_summed",
+            *("tenant_id", "occurred_unix_ns"),
+            sqlite_where=text(NOT_SUMMED),
+            postgresql_where=text(NOT_SUMMED),
+        ),
+    )
 
     entry_id: str = Field(primary_key=True, max_length=36)
     request_id: str = Field(max_length=36)

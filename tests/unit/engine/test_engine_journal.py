@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.journal import Journal, JournalCorrupt
+from engine.journal import Journal
+from engine.journal_segments import Keep
+from engine.wire_journal import BASE, GENESIS, JournalCorrupt, JournalReader, read_mark, sealed_files
 
 LOG = "journal.log"
 
@@ -160,21 +162,127 @@ def test_a_torn_cursor_file_means_that_nothing_is_acknowledged(tmp_path):
     journal.close()
 
 
-def test_the_log_drops_what_is_acknowledged_and_the_chain_goes_on(tmp_path):
-    journal = Journal(tmp_path, max_bytes=10_000)
-    for round_number in range(1, 60):
-        journal.append([b"x" * 1000])
-        if round_number % 3 == 0:
-            [record] = journal.entries(round_number - 1, 1)
+def grow(journal: Journal, numbers: range) -> None:
+    """Records of 1000 bytes; every third is acknowledged, with those before it."""
+    for number in numbers:
+        journal.append([b"%04d" % number + b"x" * 996])
+        if number % 3 == 0:
+            [record] = journal.entries(number - 1, 1)
             assert journal.acknowledge(record.number, record.hash)
+
+
+def test_a_grown_log_is_sealed_and_goes_on_and_an_auditor_reads_all_of_it(tmp_path):
+    journal = Journal(tmp_path, segment_bytes=10_000)
+    grow(journal, range(1, 60))
     assert journal.size_bytes < 20_000
     unacked = journal.entries(journal.acked, 100)
     assert [record.number for record in unacked] == [58, 59]
     journal.close()
-    journal = Journal(tmp_path)
-    assert (journal.last, journal.acked) == (59, 57) or journal.acked < 57  # the cursor is saved lazily
+    assert len(sealed_files(tmp_path)) >= 3
+
+    reader = JournalReader(tmp_path)
+    assert [entry.payload[:4] for entry in reader.entries()] == [b"%04d" % number for number in range(1, 60)]
+    assert (reader.base, reader.head.number, reader.head.hash) == (GENESIS, 59, unacked[-1].hash)
+
+    journal = Journal(tmp_path, segment_bytes=10_000)
+    assert journal.last == 59
+    assert journal.acked <= 57  # the cursor is saved lazily
     assert journal.entries(57, 100) == unacked
     journal.close()
+
+
+def test_segments_over_the_bound_are_deleted_and_the_chain_verifies_from_the_noted_end(tmp_path):
+    journal = Journal(tmp_path, segment_bytes=10_000, keep=Keep(max_bytes=25_000))
+    grow(journal, range(1, 100))
+    journal.close()
+
+    reader = JournalReader(tmp_path)
+    kept = [entry.number for entry in reader.entries()]
+
+    assert 1 < kept[0] == reader.base.number + 1
+    assert kept == list(range(kept[0], 100))
+    assert sum(path.stat().st_size for path in sealed_files(tmp_path)) <= 25_000
+
+
+def test_segments_older_than_the_days_to_keep_are_deleted_at_the_next_sealing(tmp_path):
+    import os
+
+    journal = Journal(tmp_path, segment_bytes=10_000, keep=Keep(days=30))
+    grow(journal, range(1, 40))
+    old, *younger = sealed_files(tmp_path)
+    os.utime(old, (0, 0))
+    assert younger
+    grow(journal, range(40, 60))
+    journal.close()
+    assert not old.exists()
+    assert all(path.exists() for path in younger)
+    assert [entry.number for entry in JournalReader(tmp_path).entries()][-1] == 59
+
+
+def test_a_crash_at_any_point_of_sealing_loses_nothing_and_the_next_open_goes_on(tmp_path):
+    import os
+    import shutil
+
+    whole = tmp_path / "whole"
+    journal = Journal(whole)
+    grow(journal, range(1, 20))
+    journal.save_ack()
+    journal.close()
+    linked = tmp_path / "linked"  # the log has its second name, the new log isn't there
+    shutil.copytree(whole, linked)
+    os.link(linked / LOG, linked / f"journal-{1:020d}.log")
+    staged = tmp_path / "staged"  # the new log was being written
+    shutil.copytree(linked, staged)
+    (staged / f"journal-{1:020d}.log").unlink()
+    os.link(staged / LOG, staged / f"journal-{1:020d}.log")
+    (staged / f"{LOG}.new").write_bytes(b"half")
+    for folder in (linked, staged):
+        journal = Journal(folder, segment_bytes=10_000)
+        grow(journal, range(20, 40))
+        journal.close()
+        assert [entry.number for entry in JournalReader(folder).entries()] == list(range(1, 40)), folder
+
+
+def test_what_is_missing_or_changed_in_sealed_segments_is_found(tmp_path):
+    import shutil
+
+    journal = Journal(tmp_path / "whole", segment_bytes=10_000)
+    grow(journal, range(1, 60))
+    journal.save_ack()
+    journal.close()
+
+    def broken(name: str, damage) -> JournalCorrupt:
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "whole", folder)
+        damage(folder)
+        with pytest.raises(JournalCorrupt) as error:
+            list(JournalReader(folder).entries())
+        return error.value
+
+    def cut_tail(folder: Path) -> None:
+        path = sealed_files(folder)[0]
+        path.write_bytes(path.read_bytes()[:-10])
+
+    def change(folder: Path) -> None:
+        path = sealed_files(folder)[1]
+        path.write_bytes(path.read_bytes().replace(b"xxxx", b"xxxy", 1))
+
+    assert broken("first", lambda folder: sealed_files(folder)[0].unlink()).number == 1
+    assert "missing" in str(broken("middle", lambda folder: sealed_files(folder)[1].unlink()))
+    assert "cut" in str(broken("tail", cut_tail))
+    assert "changed" in str(broken("changed", change))
+    assert "acknowledged" in str(broken("log", lambda folder: (folder / LOG).unlink()))
+
+
+def test_the_end_of_a_chain_whose_old_segments_are_gone_is_noted(tmp_path):
+    journal = Journal(tmp_path, segment_bytes=10_000, keep=Keep(max_bytes=0))
+    grow(journal, range(1, 40))
+    journal.close()
+    base = read_mark(tmp_path / BASE)
+    assert base.number > 1
+    (tmp_path / BASE).unlink()
+    with pytest.raises(JournalCorrupt, match="record 1: is missing"):
+        list(JournalReader(tmp_path).entries())
 
 
 def test_a_failed_write_leaves_no_trace_and_may_be_repeated(tmp_path):
@@ -203,7 +311,7 @@ def test_random_life_of_a_journal_matches_a_plain_list(tmp_path):
         rng, folder = random.Random(seed), tmp_path / str(seed)
         model: list[bytes] = []
         saved_ack = 0
-        journal = Journal(folder, max_bytes=4000)
+        journal = Journal(folder, segment_bytes=4000)
         for _ in range(150):
             action = rng.random()
             if action < 0.5:
@@ -220,9 +328,10 @@ def test_random_life_of_a_journal_matches_a_plain_list(tmp_path):
                 journal.close()
                 with (folder / LOG).open("ab") as file:
                     file.write(rng.randbytes(rng.randrange(300)))
-                journal = Journal(folder, max_bytes=4000)
+                journal = Journal(folder, segment_bytes=4000)
                 assert journal.acked >= saved_ack
             entries = journal.entries(journal.acked, 10_000)
             assert [record.payload for record in entries] == model[journal.acked :]
             assert journal.last == len(model)
+            assert [entry.payload for entry in JournalReader(folder).entries()] == model
         journal.close()

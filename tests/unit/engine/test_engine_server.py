@@ -22,8 +22,9 @@ from live_engine import (
 
 from engine import wire
 from engine.client import EngineLost
-from engine.journal import Journal, JournalCorrupt
+from engine.journal import Journal
 from engine.step_thread import StepThread
+from engine.wire_journal import JournalCorrupt
 
 
 def greedy(prompt: list[int], num_tokens: int) -> list[int]:

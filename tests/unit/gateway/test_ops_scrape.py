@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -204,6 +205,85 @@ def test_the_exposition_is_valid_in_both_formats() -> None:
         assert read["seconds_count", "queue"] == 2
         assert [read["seconds_bucket", le, "queue"] for le in ("0.005", "1.0", "10.0", "+Inf")] == [0, 2, 2, 2]
         assert not any("created" in key[0] for key in read)
+
+
+def slow_request(trace_id: str, at_s: float, seconds: float = 0.5) -> Family:
+    """A histogram of one observation, whose exemplar is of that trace."""
+    own = CollectorRegistry()
+    histogram = Histogram("seconds", "Seconds.", ["route"], buckets=(0.1, 1, 10), registry=own)
+    histogram.labels("base").observe(seconds, {"trace_id": trace_id})
+    (family,) = scrape.families(own)
+    exemplars = [msgspec.structs.replace(exemplar, unix_s=at_s) for exemplar in family.exemplars]
+    return msgspec.structs.replace(family, exemplars=exemplars)
+
+
+def exemplars(registry: SummedRegistry) -> dict[str, tuple[str, float, float]]:
+    """By upper bound: trace, value, time; as the stock parser reads them from what a scraper gets."""
+    text, _ = registry.render("application/openmetrics-text;version=1.0.0")
+    return {
+        sample.labels["le"]: (
+            sample.exemplar.labels["trace_id"],
+            sample.exemplar.value,
+            float(sample.exemplar.timestamp),
+        )
+        for family in parse_openmetrics(text.decode())
+        for sample in family.samples
+        if sample.exemplar
+    }
+
+
+def test_the_sum_shows_each_buckets_newest_exemplar_also_of_a_process_that_has_ended() -> None:
+    registry = SummedRegistry()
+    registry.update("gateway 0", 1, [slow_request("aa", 30.0)])
+    registry.update("gateway 1", 1, [slow_request("bb", 20.0)])
+    registry.update("gateway 2", 1, [slow_request("cc", 10.0, seconds=5)])
+    registry.retire("gateway 0", 1)
+    registry.retire("gateway 2", 1)
+
+    seen = exemplars(registry)
+
+    assert seen == {"1.0": ("aa", 0.5, 30.0), "10.0": ("cc", 5.0, 10.0)}
+
+
+def test_of_two_exemplars_of_one_bucket_the_newer_one_is_shown() -> None:
+    registry = SummedRegistry()
+    registry.update("gateway 0", 1, [slow_request("newer", 30.0)])
+    registry.update("gateway 1", 1, [slow_request("older", 20.0)])
+    assert exemplars(registry) == {"1.0": ("newer", 0.5, 30.0)}
+
+    registry.retire("gateway 0", 1)
+    assert exemplars(registry) == {"1.0": ("newer", 0.5, 30.0)}
+
+    registry.update("gateway 1", 1, [slow_request("newest", 40.0)])
+    assert exemplars(registry) == {"1.0": ("newest", 0.5, 40.0)}
+
+
+def test_exemplars_come_over_the_wire_and_plain_text_has_none(tmp_path: Path) -> None:
+    own = CollectorRegistry()
+    Histogram("seconds", "Seconds.", buckets=(1,), registry=own).observe(0.5, {"trace_id": "ab" * 16})
+
+    async def main() -> scrape.Snapshot:
+        async with scrape.serve(tmp_path / "x.sock", own):
+            return await scrape.pull(tmp_path / "x.sock")
+
+    registry = SummedRegistry()
+    registry.update("gateway 0", 1, asyncio.run(main()).families)
+
+    assert exemplars(registry)["1.0"][0] == "ab" * 16
+    assert "ab" * 16 not in registry.render("text/plain")[0].decode()
+
+
+def test_tenants_of_ended_processes_are_bounded_and_the_sum_keeps_all_that_was_counted() -> None:
+    registry = SummedRegistry()
+    for number in range(scrape.MAX_ENDED_TENANTS + 10):
+        registry.update("gateway 0", number, [counted("tenora_tenant_requests", 2, tenant=f"ten_{number}")])
+        registry.retire("gateway 0", number)
+
+    (family,) = registry.collect()
+
+    assert len(family.samples) == scrape.MAX_ENDED_TENANTS + 1
+    assert registry.total("tenora_tenant_requests") == 2 * (scrape.MAX_ENDED_TENANTS + 10)
+    assert registry.total("tenora_tenant_requests", tenant="other") == 20
 
 
 def test_a_child_that_is_not_there_or_speaks_nonsense_is_an_error_of_the_scrape(tmp_path: Path) -> None:

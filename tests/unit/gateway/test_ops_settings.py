@@ -36,7 +36,7 @@ def test_a_child_learns_exactly_the_settings_of_its_parent(tmp_path: Path, monke
     assert child == parent
     assert child.serve.models == ("a=x.gguf", "b=/models/b")
     assert child.serve.demo is False
-    assert child.otlp_endpoint == "http://collector:4318"
+    assert dict(child.otel)["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
 
 
 def test_a_home_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

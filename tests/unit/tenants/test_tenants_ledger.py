@@ -17,7 +17,7 @@ from tenants.errors import InvalidRecord, InvalidValue
 from tenants.ledger import Ledger, SettledRequest, entry_id
 from tenants.meter import RequestContext
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, MAX_QUANTITY, METERS, RateCard, default_prices
-from tenants.repositories import RateCardRepository, RecordRepository, UsageQuery
+from tenants.repositories import RateCardRepository, RecordRepository, UsageQuery, UsageRepository
 from tenants.tables import LedgerEntry, RequestRecord, UnbookedRecord
 
 CARD = RateCard("rc_1", 1, 0, default_prices())
@@ -60,12 +60,12 @@ async def everything(database) -> tuple[list[RequestRecord], list[LedgerEntry]]:
 
 async def usage(database, tenant_id="ten_a", **query):
     async with database.session() as session:
-        return await RecordRepository(session).usage_buckets(tenant_id, UsageQuery(**query))
+        return await UsageRepository(session).usage_buckets(tenant_id, UsageQuery(**query))
 
 
 async def costs(database, tenant_id="ten_a", **query):
     async with database.session() as session:
-        return await RecordRepository(session).cost_buckets(tenant_id, UsageQuery(**query))
+        return await UsageRepository(session).cost_buckets(tenant_id, UsageQuery(**query))
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
@@ -473,13 +473,14 @@ def test_a_fold_sees_each_record_once_whatever_comes_again(with_database):
     assert [bool(booked.charges) for booked in seen.booked] == [booked.request.outcome != 503 for booked in seen.booked]
 
 
-def test_a_second_dispatch_that_is_billed_too_is_shown_without_charges(with_database):
+@pytest.mark.parametrize("batches", [[[0], [1]], [[1, 0]]])
+def test_a_second_dispatch_that_is_billed_too_is_shown_without_charges(with_database, batches):
     seen = Seen()
 
     async def body(database):
-        for attempt in (0, 1):
+        for batch in batches:
             async with database.transaction() as session:
-                await Ledger([seen]).post(session, [settled(1, attempt=attempt)], CARDS)
+                await Ledger([seen]).post(session, [settled(1, attempt=attempt) for attempt in batch], CARDS)
 
     with_database(body)
 

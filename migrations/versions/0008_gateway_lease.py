@@ -1,14 +1,14 @@
 """create the table of gateways that may hold reservations
 
 Revision ID: gateway_lease
-Revises: unbooked_records
+Revises: slo
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "gateway_lease"
-down_revision = "unbooked_records"
+down_revision = "slo"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,1 @@
+"""What was promised and what was kept: objectives, how a request is judged by them, sums, burn rates and reports."""

@@ -1,0 +1,105 @@
+"""What is asked of usage and costs, and the shape of the answers: pure."""
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, tzinfo
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from tenants.errors import InvalidValue
+from tenants.meter import FlowClass
+
+BucketWidth: TypeAlias = Literal["1m", "1h", "1d"]
+GroupBy: TypeAlias = Literal["model", "api_key_id", "project_id", "flow_class", "line_item"]
+
+WIDTH_S: dict[BucketWidth, int] = {"1m": 60, "1h": 3600, "1d": 86_400}
+_MAX_BUCKETS = {"1m": 1440, "1h": 168, "1d": 366}
+
+
+@dataclass(frozen=True, slots=True)
+class UsageQuery:
+    """A half-open interval [start_s, end_s) in Unix seconds, cut at whole UTC minutes or hours, or at days of ``zone``.
+
+    The first and the last bucket end at the interval's own ends. Empty filters mean all. Raises InvalidValue.
+    """
+
+    start_s: int
+    end_s: int
+    width: BucketWidth = "1d"
+    group_by: tuple[GroupBy, ...] = ()
+    models: tuple[str, ...] = ()
+    key_ids: tuple[str, ...] = ()
+    project_ids: tuple[str, ...] = ()
+    zone: tzinfo = UTC
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_s < self.end_s < 1 << 33:
+            raise InvalidValue("end_time", "lies after start_time, both in Unix seconds")
+        if (self.end_s - self.start_s) // WIDTH_S[self.width] > _MAX_BUCKETS[self.width]:
+            raise InvalidValue("bucket_width", f"at most {_MAX_BUCKETS[self.width]} buckets of {self.width}")
+
+    def edges(self) -> list[int]:
+        """Unix seconds at which buckets begin, and the end: strictly rising."""
+        if self.width == "1d":
+            inner = _midnights(self.start_s, self.end_s, self.zone)
+        else:
+            width = WIDTH_S[self.width]
+            inner = range((self.start_s // width + 1) * width, self.end_s, width)
+        return [self.start_s, *(edge for edge in inner if self.start_s < edge < self.end_s), self.end_s]
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """The buckets, half-open."""
+        return list(pairwise(self.edges()))
+
+    def check_groups(self, *allowed: GroupBy) -> None:
+        for name in self.group_by:
+            if name not in allowed:
+                raise InvalidValue("group_by", f"is one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """OpenAI's usage result. ``input_tokens`` include the cached ones; a field not grouped by is None."""
+
+    input_tokens: int
+    input_cached_tokens: int
+    output_tokens: int
+    num_model_requests: int
+    model: str | None = None
+    api_key_id: str | None = None
+    project_id: str | None = None
+    flow_class: FlowClass | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """OpenAI's cost result, exact."""
+
+    amount_picousd: int
+    line_item: str | None = None
+    api_key_id: str | None = None
+    project_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageBucket:
+    start_s: int
+    end_s: int
+    rows: list[UsageRow]
+
+
+@dataclass(frozen=True, slots=True)
+class CostBucket:
+    start_s: int
+    end_s: int
+    rows: list[CostRow]
+
+
+def _midnights(start_s: int, end_s: int, zone: tzinfo) -> list[int]:
+    """The instants at which local days begin in (start, end): a day has 23, 24 or 25 hours."""
+    day: date = datetime.fromtimestamp(start_s, zone).date()
+    last = datetime.fromtimestamp(end_s, zone).date()
+    instants = set()  # a day that a zone left out begins when the next one does
+    while day <= last:
+        instants.add(int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()))
+        day += timedelta(days=1)
+    return sorted(instants)

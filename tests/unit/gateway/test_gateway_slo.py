@@ -1,0 +1,91 @@
+"""What the request path tells the SLO reports."""
+
+from collections import Counter
+
+import pytest
+from gateway_harness import House, eventually, rows
+
+from tenants.tables import RefusalMinute, RequestRecord, SloMinute
+
+BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def limited(house: House) -> str:
+    """A tenant with one request a minute, which it has used up."""
+    key = house.new_tenant("slo-limited", requests_per_minute=1)
+    with house.http(key) as http:
+        house.receipt(key, http.post("/completions", json=BODY).headers["x-request-id"])
+    return key
+
+
+def counted(house: House, key: str) -> Counter:
+    counts: Counter = Counter()
+    for row in rows(house, key, RefusalMinute):
+        counts[row.model, row.flow_class, row.status, row.reason] += row.num_requests
+    return counts
+
+
+def test_a_record_says_whether_it_was_streamed_and_how_many_choices_it_had(house: House):
+    key = house.new_tenant("slo-facts")
+    with house.http(key) as http:
+        for change in ({"stream": True}, {"n": 2, "prompt": [[5, 6], [7, 8]]}):
+            house.receipt(key, http.post("/completions", json=BODY | change).headers["x-request-id"])
+
+    found = [(row.streamed, row.num_choices) for row in rows(house, key, RequestRecord)]
+    assert sorted(found) == [(False, 4), (True, 1)]
+
+
+def test_the_ledger_counts_a_request_against_slos_as_it_books_it(house: House):
+    key = house.new_tenant("slo-counted")
+    labels = {"model": "tiny", "class": "standard", "objective": "availability", "result": "good"}
+    before = house.metric("tenora_slo_requests_total", **labels)
+    with house.http(key) as http:
+        house.receipt(key, http.post("/completions", json=BODY | {"stream": True}).headers["x-request-id"])
+
+    found = {(row.model, row.sli, row.valid, row.good) for row in rows(house, key, SloMinute)}
+    assert found == {("tiny", "availability", 1, 1), ("tiny", "all", 1, 1)}
+    assert house.metric("tenora_slo_requests_total", **labels) == before + 1
+
+
+def test_refusals_are_counted_by_their_reason(house: House, limited: str):
+    with house.http(limited) as http:
+        assert http.post("/completions", json=BODY).status_code == 429
+        assert http.post("/completions", json=BODY).status_code == 429
+        assert http.post("/completions", json=BODY | {"max_tokens": -1}).status_code == 400
+        assert http.post("/completions", json=BODY | {"model": "nobody's"}).status_code == 404
+
+    expected = {
+        ("tiny", "standard", 429, "rate_limit_exceeded"): 2,
+        ("", "standard", 400, "invalid_request"): 1,
+        ("", "standard", 404, "model_not_found"): 1,
+    }
+    assert eventually(lambda: counted(house, limited) == expected)
+
+
+def test_a_request_that_is_shed_is_bad(house: House):
+    key = house.new_tenant("slo-shed")
+    labels = {"model": "tiny", "class": "standard", "objective": "availability", "result": "bad"}
+    before = house.metric("tenora_slo_requests_total", **labels)
+    house.parts.pipeline.admission.closed = True
+    try:
+        with house.http(key) as http:
+            assert http.post("/completions", json=BODY).status_code == 503
+    finally:
+        house.parts.pipeline.admission.closed = False
+
+    assert eventually(lambda: counted(house, key) == {("tiny", "standard", 503, "draining"): 1})
+    assert house.metric("tenora_slo_requests_total", **labels) == before + 1
+
+
+def test_nobodys_requests_are_nobodys(house: House):
+    async def all_rows() -> list:
+        from sqlmodel import select
+
+        async with house.parts.database.session() as session:
+            return list((await session.exec(select(RefusalMinute))).all())
+
+    with house.http("tn_live_unknown") as http:
+        assert http.post("/completions", json=BODY).status_code == 401
+
+    assert all(row.tenant_id in house.tenants.values() for row in house.on_loop(all_rows()))
