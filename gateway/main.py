@@ -161,20 +161,13 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
             model.text()  # builds the tokenizer now, not at the first request
 
 
-<<<<<<< HEAD
 def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetry:
     telemetry = Telemetry(price_of=lambda work, flight: flight.price_picousd)
-    if settings.otlp_endpoint:
-        telemetry.spans = otlp_sink(telemetry.metrics.dropped_spans.inc)
-=======
-def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
-    telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
     try:
         telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
     except ValueError as error:
         _log.error("no traces: %s", error)
     if telemetry.spans is not None:
->>>>>>> main
         stack.callback(telemetry.spans.close)
     return telemetry
 
