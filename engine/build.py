@@ -10,7 +10,7 @@ import torch
 from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.memory import keep_freed_memory
+from engine.memory import copy_bytes_s, keep_freed_memory
 from engine.memory_account import account
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
@@ -72,7 +72,7 @@ def build(options: Options) -> Built:
 def make_runner(model: Decoder, config: EngineConfig) -> Runner:
     """The runner of the model's device, ready for its first step."""
     if model.embedding.device.type == "cpu":
-        return Runner(model, config)
+        return Runner(model, config, copy_bytes_s())
     from engine.cuda_runner import CudaRunner
 
     runner = CudaRunner(model, config)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
-from engine.device_counters import DeviceCounters
 from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.graphs import DecodeGraphs, graph_sizes, resolve
 from engine.models.decoder import Decoder
@@ -47,12 +46,10 @@ class CudaRunner(Runner):
     overlaps = True
 
     def __init__(self, model: Decoder, config: EngineConfig, *, has_graphs: bool = True) -> None:
-        super().__init__(model, config)
         device = model.embedding.device
-        self._counters = self.device_counters = DeviceCounters(peak_bytes_s(device))
-        attention = model.config.attention
-        self._weight_bytes = model.num_bytes
-        self._token_bytes = 2 * model.config.num_layers * attention.num_kv_heads * attention.head_dim * self.kv.itemsize
+        super().__init__(model, config, peak_bytes_s(device))
+        self._counters = self.device_counters
+        self._without_kernel = without_kernel(model)
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
         most = max(config.max_sequences, *graph_sizes(config.max_sequences))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
@@ -75,6 +72,12 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:
         """Returns while the device computes."""
+        for reason in self._without_kernel:
+            self._counters.fallbacks["kernel", reason] += 1
+        with self._clock.step():
+            return self._start(plan)
+
+    def _start(self, plan: StepPlan) -> DeviceStep:
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         self._counters.num_bytes += self._least_bytes(plan)
         scores: dict[int, list[Scores]] = {}
@@ -120,13 +123,6 @@ class CudaRunner(Runner):
         elif plan.num_tokens == len(plan.chunks):
             self._counters.fallbacks["graph", "too_many_sequences"] += 1
 
-    def _least_bytes(self, plan: StepPlan) -> int:
-        """What a step must move: the weights once, the keys and values that its chunks see or write, its adapters."""
-        seen = sum(chunk.end for chunk in plan.chunks)
-        slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
-        adapters = sum(self.slots.num_bytes(slot) for slot in slots if slot >= 0)
-        return self._weight_bytes + seen * self._token_bytes + adapters
-
     def _scores(self, chunk: Chunk, hidden: Tensor) -> list[Scores]:
         targets = scored_tokens(chunk)
         num_top = chunk.sequence.sampling.prompt_logprobs
@@ -144,6 +140,15 @@ class CudaRunner(Runner):
             for row, (index, sequence) in enumerate(sampling)
             if sequence.sampling.logprobs >= 0
         }
+
+
+def without_kernel(model: Decoder) -> tuple[str, ...]:
+    """Why some layers of the model run plain torch on a GPU; empty: none do."""
+    from kernels.paged_attention.triton_kernel import MAX_HEAD_BYTES
+
+    wide = model.config.attention.head_dim * model.embedding.itemsize > MAX_HEAD_BYTES
+    found = {"head_size": wide, "experts": model.config.moe is not None}
+    return tuple(reason for reason, is_so in found.items() if is_so)
 
 
 def peak_bytes_s(device: torch.device) -> float:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine import cost, wire
+from engine import wire
 from engine.adapter_pool import AdapterPool, HostTier, HostWeights
+from engine.attribution import Attribution
 from engine.config import EngineConfig
 from engine.device_counters import DeviceCounters
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
@@ -23,7 +24,7 @@ from engine.intake import Grammar, ModelInfo, make_sequences, read_prompts
 from engine.outbox import Outbox
 from engine.scheduler import NOTHING, ChunkResult, Scheduler, StepPlan
 from engine.sequence import Request, Sequence, SequenceStatus
-from engine.stats import EngineStats, StepStats, StepTimes
+from engine.stats import NO_BILL, EngineStats, StepBill, StepStats, StepTimes
 
 
 class StepRunner(Protocol):
@@ -83,7 +84,10 @@ class Engine:
         self.config = config
         self.adapters = AdapterPool(config.adapter_slots, HostTier(config.host_adapter_bytes))
         self.scheduler = Scheduler(config, self.adapters)
-        self.stats = EngineStats(self.scheduler, clock, runner.expert_load, runner.device_counters)
+        self._attribution = Attribution(config.adapter_slots)
+        self.stats = EngineStats(
+            self.scheduler, clock, self._attribution.fit, runner.expert_load, runner.device_counters
+        )
         self._runner = runner
         self._clock = clock
         self._seed_source = seed_source
@@ -106,8 +110,8 @@ class Engine:
         plan, load_times_ns = self._next_plan()
         self._flight = self._launch(plan)
         landing = ahead or self._take_back()
-        run_ns = self._land(landing) if landing else 0
-        return self._collect(landing, StepTimes(run_ns, load_times_ns, is_beside=ahead is not None))
+        run_ns, bill = self._land(landing) if landing else (0, NO_BILL)
+        return self._collect(landing, StepTimes(run_ns, bill, load_times_ns, is_beside=ahead is not None))
 
     # ── between steps ────────────────────────────────────────────────────────────────────────────
 
@@ -194,13 +198,14 @@ class Engine:
     def _launch(self, plan: StepPlan) -> Flight | None:
         if not plan.chunks:
             return None
+        work = self._attribution.weigh(plan)
         started_ns = self._clock()
         for chunk in plan.chunks:
             request = chunk.sequence.request
             if not request.scheduled_ns:
                 request.scheduled_ns = started_ns
                 self._unstarted.discard(request.request_id)
-        flight = Flight(plan, self._runner.launch(plan), started_ns)
+        flight = Flight(plan, work, self._runner.launch(plan), started_ns)
         self.scheduler.launched(plan)
         return flight
 
@@ -211,13 +216,14 @@ class Engine:
         flight, self._flight = self._flight, None
         return flight
 
-    def _land(self, flight: Flight) -> int:
-        """Takes in what a step has computed → the ns that it had the device for itself."""
+    def _land(self, flight: Flight) -> tuple[int, StepBill]:
+        """Takes in what a step has computed → the ns that it had the device for itself, and who doesn't pay them."""
         results = flight.handle.results()
         began_ns, self._landed_ns = max(flight.started_ns, self._landed_ns), self._clock()
-        run_ns = self._attribute(flight.plan, self._landed_ns - began_ns)
+        run_ns = self._landed_ns - began_ns
+        bill = self._attribution.share(flight.plan, flight.work, run_ns)
         self._commit(flight.plan, results, self._landed_ns)
-        return run_ns
+        return run_ns, bill
 
     def _load_adapters(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
         """Moves the weights that the plan needs; requests whose weights don't fit fail and leave the plan."""
@@ -233,6 +239,7 @@ class Engine:
             except InvalidAdapter as error:
                 failed[load.key] = error
             times_ns.append(self._clock() - begin_ns)
+            self._attribution.loaded(load, plan, 0 if self._flight else times_ns[-1])
         return (self._without(plan, failed) if failed else plan), tuple(times_ns)
 
     def _without(self, plan: StepPlan, failed: dict[str, InvalidAdapter]) -> StepPlan:
@@ -244,20 +251,6 @@ class Engine:
                 self._fail(chunk.sequence.request, error.code, str(error))
         chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence.status is SequenceStatus.RUNNING)
         return StepPlan(chunks, plan.preempted, sum(chunk.num_tokens for chunk in chunks), plan.exhausted)
-
-    def _attribute(self, plan: StepPlan, run_ns: int) -> int:
-        """Shares a forward's time among the requests in it, by tokens, to the last nanosecond → the ns shared: none
-        if all of them have ended meanwhile."""
-        tokens: dict[str, int] = {}
-        for chunk in plan.chunks:
-            if chunk.sequence.status is not SequenceStatus.FINISHED:
-                request_id = chunk.sequence.request.request_id
-                tokens[request_id] = tokens.get(request_id, 0) + chunk.num_tokens
-        if not tokens:
-            return 0
-        for request_id, share_ns in zip(tokens, cost.split(run_ns, list(tokens.values())), strict=True):
-            self._requests[request_id].gpu_ns += share_ns
-        return run_ns
 
     def _commit(self, plan: StepPlan, results: abc.Sequence[ChunkResult], now_ns: int) -> None:
         assert len(results) == len(plan.chunks), "the runner answers each chunk once"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.attribution import StepWork
 from engine.scheduler import ChunkResult, StepPlan
 
 
@@ -30,5 +31,6 @@ class Flight:
     """A launched step. ``started_ns`` is the clock before its launch."""
 
     plan: StepPlan
+    work: StepWork
     handle: StepHandle
     started_ns: int

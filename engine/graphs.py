@@ -25,6 +25,7 @@ from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
 from kernels.paged_attention import DecodeShape, captured_plan, fill_plan, plan_numbers
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
+from kernels.timing import timed
 from kernels.upload import spans, upload
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -77,7 +78,7 @@ class DecodeGraphs:
         layout.fill(self._numbers.begin(layout.places), plan.chunks, ahead, self._slots.num_slots, with_lora=rank > 0)
         self._numbers.send()
         captured = self._graphs[size, rank]
-        captured.graph.replay()
+        replay(captured.graph)
         return captured.logits[: len(plan.chunks)]
 
     def size(self, num_sequences: int) -> int:
@@ -124,6 +125,12 @@ class DecodeGraphs:
         logits = self._model.product_with_head(self._model.forward(batch, self._kv, self._slots, rank))
         self.drawn[:size].copy_(greedy(logits))
         return logits
+
+
+@timed("graph")
+def replay(graph: torch.cuda.CUDAGraph) -> None:
+    """Whatever ops it holds: on the device they are one."""
+    graph.replay()
 
 
 def graph_sizes(max_sequences: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import mmap
+import time
 
 import torch
 from torch import Tensor
@@ -23,6 +24,19 @@ def keep_freed_memory() -> None:
     mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
     mallopt(_TOP_PAD, 64 << 20)
+
+
+def copy_bytes_s() -> float:
+    """What this machine's memory moves, reading and writing, by copies too large for most caches: the best of five."""
+    source, target = (torch.ones(_LARGEST_KEPT_BYTES + (1 << 20), dtype=torch.uint8) for _ in range(2))
+    best_ns = min(_copy_ns(source, target) for _ in range(5))
+    return 2 * source.nbytes / best_ns * 1e9
+
+
+def _copy_ns(source: Tensor, target: Tensor) -> int:
+    began_ns = time.perf_counter_ns()
+    target.copy_(source)
+    return max(1, time.perf_counter_ns() - began_ns)
 
 
 def lazy_zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

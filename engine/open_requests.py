@@ -38,6 +38,7 @@ class OpenRequests:
         self._journal = journal
         self._open: dict[str, OpenRequest] = {}
         self.num_bytes = 0
+        self._lost_gpu_ns = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -102,10 +103,20 @@ class OpenRequests:
                 running.append(request.request_id)
         return running
 
+    def lost_family(self) -> wire.Family:
+        """Of the attributed time, what was for requests that ended lost: known when they end."""
+        samples: list[tuple[str, dict[str, str], float]] = [("_total", {}, self._lost_gpu_ns / 1e9)]
+        return wire.Family(
+            "tenora_lost_request_gpu_seconds", "counter", "Attributed to requests that ended lost", samples
+        )
+
     def _complete(self, request: OpenRequest) -> None:
         del self._open[request.request_id]
         self.num_bytes -= request.num_bytes
-        self._journal(_encode(_usage_record(request)))
+        record = _usage_record(request)
+        if record.outcome == wire.OUTCOME_LOST:
+            self._lost_gpu_ns += record.gpu_ns
+        self._journal(_encode(record))
 
 
 def _usage_record(request: OpenRequest) -> wire.UsageRecord:
@@ -127,4 +138,6 @@ def _usage_record(request: OpenRequest) -> wire.UsageRecord:
         first_token_ns=close.first_token_ns,
         gpu_ns=usage.gpu_ns,
         finished_unix_ns=request.finished_unix_ns,
+        load_ns=usage.load_ns,
+        recompute_ns=usage.recompute_ns,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Flat, on_device
 from engine.config import EngineConfig
-from engine.graphs import Numbers, rank_bounds, resolve
+from engine.graphs import Numbers, rank_bounds, replay, resolve
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.linear import LoraStep
@@ -85,9 +85,9 @@ class PieceGraphs:
         used = self._buffers.first(num_tokens)
         *pieces, last = self._pieces[size, rank]
         for layer, piece in zip(self._model.layers, pieces, strict=True):
-            piece.replay()
+            replay(piece)
             used.seen.copy_(layer.attention.attend(used.queries, plan, self._kv))
-        last.replay()
+        replay(last)
         return used.hidden
 
     def size(self, num_tokens: int) -> int:

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.config import EngineConfig
-from engine.device_counters import DeviceCounters
+from engine.device_counters import TIMED_STEPS, DeviceCounters
 from engine.experts import ExpertLoad
 from engine.flight import Computed, StepHandle
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots, PackedAdapter
+from engine.op_clock import OpClock
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from engine.weights.adapter import AdapterWeights
@@ -30,7 +31,7 @@ class ModelInfo:
 class Runner:
     """Owns the KV pool and the adapter slots of one model. Not thread-safe: the step thread's."""
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    def __init__(self, model: Decoder, config: EngineConfig, peak_bytes_s: float = 0.0) -> None:
         self.model_info = ModelInfo(model.config.vocab_size, model.config.eos_token_ids)
         self._model = model
         self._block_size = config.block_size
@@ -39,7 +40,14 @@ class Runner:
         self._sampler = Sampler(model.config.eos_token_ids)
         moe = model.config.moe
         self.expert_load = ExpertLoad(moe.layers, model.expert_tokens) if moe else None
-        self.device_counters: DeviceCounters | None = None
+        self.device_counters = DeviceCounters(peak_bytes_s)
+        self.time_ops(TIMED_STEPS)
+        attention = model.config.attention
+        self._token_bytes = 2 * model.config.num_layers * attention.num_kv_heads * attention.head_dim * self.kv.itemsize
+
+    def time_ops(self, every: int) -> None:
+        """From now on, on one step in ``every``."""
+        self._clock = OpClock(self.device_counters.op_ns, self._model.embedding.device, every)
 
     @property
     def num_linear_calls(self) -> int:
@@ -51,6 +59,12 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Computes the plan."""
+        self.device_counters.num_bytes += self._least_bytes(plan)
+        self.device_counters.shapes[_shape(plan)] += 1
+        with self._clock.step():
+            return self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> StepHandle:
         batch = build_batch(plan, self._block_size, self._model.config.attention, self._model.embedding.device)
         hidden = self._model.forward(batch, self.kv, self.slots)
         sampled = iter(self._sample(plan, batch, hidden))
@@ -75,6 +89,13 @@ class Runner:
         """Zeroes ``slot``."""
         self.slots.clear_slot(slot)
 
+    def _least_bytes(self, plan: StepPlan) -> int:
+        """What a step must move: the weights once, the keys and values that its chunks see or write, its adapters."""
+        seen = sum(chunk.end for chunk in plan.chunks)
+        slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
+        adapters = sum(self.slots.num_bytes(slot) for slot in slots if slot >= 0)
+        return self._model.num_bytes + seen * self._token_bytes + adapters
+
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> list[Sampled]:
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if not rows:
@@ -90,6 +111,12 @@ class Runner:
             logits = self._model.logits(hidden[first : first + len(some)])
             scores += self._sampler.score(logits, some, sequence.sampling.prompt_logprobs)
         return tuple(scores)
+
+
+def _shape(plan: StepPlan) -> str:
+    """A CPU computes any size as it is; told is the next power of two."""
+    kind = "decode" if plan.num_tokens == len(plan.chunks) else "tokens"
+    return f"{kind} {1 << (plan.num_tokens - 1).bit_length()}"
 
 
 def scored_tokens(chunk: Chunk) -> list[int]:

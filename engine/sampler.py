@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.sequence import Sequence
 from engine.wire import SamplingParams, TokenLogprobs
+from kernels.timing import timed
 
 Sampled = tuple[int, TokenLogprobs | None]
 
@@ -31,6 +32,7 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._eos_token_ids = eos_token_ids
 
+    @timed("sampling")
     def sample(self, logits: Tensor, rows: Rows[Sequence]) -> list[Sampled]:
         """logits [R, V] fp32 (left unchanged), row r for ``rows[r]`` → (token id, log-probabilities if wanted).
 

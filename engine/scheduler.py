@@ -19,7 +19,7 @@ class Chunk(Struct, frozen=True):
     ``samples``: the chunk reaches the last known token, and a next token is drawn. ``scores``: wanted are the
     log-probabilities of the prompt tokens that this chunk's positions predict, that is of the tokens at
     ``start + 1`` .. ``min(start + num_tokens, num_prompt_tokens - 1)`` inclusive, in that order. ``num_preemptions``
-    is the sequence's when it was planned.
+    is the sequence's when it was planned. The first ``num_recomputed`` tokens had been computed before a preemption.
     """
 
     sequence: Sequence
@@ -28,6 +28,7 @@ class Chunk(Struct, frozen=True):
     samples: bool
     scores: bool
     num_preemptions: int = 0
+    num_recomputed: int = 0
 
     @property
     def end(self) -> int:
@@ -76,7 +77,9 @@ class _Draft:
     def add(self, sequence: Sequence, start: int, num_tokens: int) -> None:
         samples = start + num_tokens == len(sequence.token_ids) and sequence.limit > 0
         scores = start < sequence.num_prompt_tokens - 1 and sequence.wants_scores
-        self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores, sequence.num_preemptions))
+        again = sequence.num_given_back  # positions; 0 for nearly all
+        again = min(again - start, num_tokens) if again > start else 0
+        self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores, sequence.num_preemptions, again))
         self.budget -= num_tokens
 
 
@@ -311,6 +314,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Recompute later: its blocks go back, and often stay in the prefix cache for it. Each time it gains a
         class of seniority, so that it isn't always the same one."""
+        sequence.num_given_back = max(sequence.num_given_back, sequence.num_computed_tokens)
         self._stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1

@@ -49,6 +49,7 @@ class Sequence:
         "num_cached_tokens",
         "num_charged_tokens",
         "num_computed_tokens",
+        "num_given_back",
         "num_overtaken",
         "num_preemptions",
         "num_prompt_tokens",
@@ -93,6 +94,7 @@ class Sequence:
         self.num_cached_tokens = 0  # found in the prefix cache at first admission
         self.num_charged_tokens = 0  # positions that the fair queue has charged
         self.num_preemptions = 0
+        self.num_given_back = 0  # positions that had been computed when it gave way
         self.num_overtaken = 0
         self.prompt_scores: list[wire.TokenLogprobs] = []  # of positions 1, 2, …
         self.scores_sent = False
@@ -147,7 +149,9 @@ class Request:
         "first_token_ns",
         "gpu_ns",
         "last_token_ns",
+        "load_ns",
         "num_unfinished",
+        "recompute_ns",
         "request_id",
         "scheduled_ns",
         "sequences",
@@ -165,6 +169,8 @@ class Request:
         self.last_token_ns = 0
         self.finished_ns = 0
         self.gpu_ns = 0
+        self.load_ns = 0
+        self.recompute_ns = 0
         self.error_code = ""
         self.error_message = ""
 
@@ -183,6 +189,8 @@ class Request:
             prefill_ns=first - scheduled,
             decode_ns=end - first,
             gpu_ns=self.gpu_ns,
+            load_ns=self.load_ns,
+            recompute_ns=self.recompute_ns,
         )
 
 

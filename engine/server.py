@@ -8,7 +8,6 @@ import asyncio
 import logging
 import re
 import stat
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,19 @@ from pathlib import Path
 from engine import wire
 from engine.adapter_tiers import AdapterTiers, DiskTier, with_disk_tier
 from engine.connection import Connection
-from engine.engine import Engine
+from engine.engine import Engine, StepResult
 from engine.grammar import Compiler
 from engine.grammar_gate import GrammarGate
 from engine.journal import Journal
 from engine.open_requests import OpenRequests, submit_bytes
 from engine.record_delivery import RecordDelivery
 from engine.step_thread import StepOutput, StepThread
+from engine.time_records import Timekeeper, TimeRecords
 
 logger = logging.getLogger("engine.server")
 
 MAX_OPEN_BYTES = 256 << 20  # prompts of all open requests together
-TICK_S = 1.0
+TICK_S = TIME_RECORD_S = 1.0
 _ADAPTER_KEY = re.compile(r"[A-Za-z0-9_-]{0,100}")  # it names a file
 
 
@@ -47,7 +47,15 @@ class Server:
     Construct it inside a running event loop.
     """
 
-    def __init__(self, identity: Identity, engine: Engine, journal: Journal, disk: DiskTier) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        engine: Engine,
+        journal: Journal,
+        disk: DiskTier,
+        *,
+        time_record_s: float = TIME_RECORD_S,
+    ) -> None:
         self.draining = False
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._identity = identity
@@ -57,13 +65,15 @@ class Server:
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._steps = StepThread(engine, self._deliver, self._break)
+        timekeeper = Timekeeper(identity.engine_id, identity.card.model, engine.stats)
+        self._times = TimeRecords(timekeeper, self._steps.ask, self._records.append, time_record_s)
         compiler = Compiler(identity.tokenizer.tokenizer_json, identity.card.vocab_size, identity.card.eos_token_ids)
         self._gate = GrammarGate(self._steps, compiler, self._reject)
         self._adapters = AdapterTiers(
             disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed, engine.prepare_adapter
         )
         self._delivery: asyncio.Task[None] | None = None
-        self._ticking: asyncio.Task[None] | None = None
+        self._ticking: asyncio.Future[list[None]] | None = None
         self._server: asyncio.Server | None = None
         self._quiet = asyncio.Event()
 
@@ -80,7 +90,7 @@ class Server:
         self._steps.start()
         self._delivery = asyncio.create_task(self._records.run())
         self._delivery.add_done_callback(self._delivery_ended)
-        self._ticking = asyncio.create_task(self._tick())
+        self._ticking = asyncio.gather(self._tick(), self._times.run())
         self._server = await asyncio.get_running_loop().create_unix_server(self._accept, str(socket_path))
         socket_path.chmod(0o600)
 
@@ -212,7 +222,8 @@ class Server:
             _send(self._open.connection(rejected.request_id), rejected)
             self._open.reject(rejected.request_id)
         if output.result is not None:
-            self._send_frames(output.result.deltas, output.result.scores)
+            for connection, frame in _frames(self._open, output.result).items():
+                connection.send(frame)
             for finished in output.result.finished:
                 _send(self._open.connection(finished.request_id), finished)
                 self._open.finish(finished)
@@ -222,19 +233,6 @@ class Server:
 
     def _reject(self, request_id: str, code: str, message: str) -> None:
         self._deliver(StepOutput([wire.Rejected(request_id, code, message)]))
-
-    def _send_frames(self, deltas: Iterable[wire.Delta], scores: Iterable[wire.PromptScores]) -> None:
-        frames: dict[Connection, wire.StepFrame] = {}
-        for delta in deltas:
-            connection = self._open.connection(delta.request_id)
-            if connection is not None:
-                frames.setdefault(connection, wire.StepFrame([], [])).deltas.append(delta)
-        for each in scores:
-            connection = self._open.connection(each.request_id)
-            if connection is not None:
-                frames.setdefault(connection, wire.StepFrame([], [])).scores.append(each)
-        for connection, frame in frames.items():
-            connection.send(frame)
 
     def _forsake(self, connection: Connection) -> None:
         """That gateway is gone: its requests end within two steps and are journaled as lost."""
@@ -253,22 +251,10 @@ class Server:
     # ── the process ──────────────────────────────────────────────────────────────────────────────
 
     def _send_stats(self, connection: Connection, seq: int, families: list[wire.Family]) -> None:
-        told = [*with_disk_tier(families, self._disk), *self._gate.families(), *self._own_families()]
+        num_gateways = sum(each.is_gateway for each in self._connections)
+        own = _families(self._open, num_gateways, self._records)
+        told = [*with_disk_tier(families, self._disk), *self._gate.families(), *own]
         connection.send(wire.StatsReply(seq, told))
-
-    def _own_families(self) -> list[wire.Family]:
-        gauges = (
-            ("tenora_engine_open_requests", "Requests not yet journaled.", len(self._open)),
-            ("tenora_engine_gateways", "Connected gateways.", sum(each.is_gateway for each in self._connections)),
-            (
-                "tenora_usage_records",
-                "Usage records since the journal's beginning.",
-                self._records.num_records,
-            ),
-            ("tenora_usage_records_unacked", "Usage records that no ledger has.", self._records.num_unacked),
-            ("tenora_usage_journal_failing", "1 while the journal can't be written.", int(self._records.failing)),
-        )
-        return [wire.Family(name, "gauge", text, [("", {}, float(value))]) for name, text, value in gauges]
 
     async def _until_quiet(self) -> None:
         while len(self._open):
@@ -293,6 +279,32 @@ class Server:
         if not self.broken.done():
             self.broken.set_exception(error)
         self._quiet.set()
+
+
+def _frames(requests: OpenRequests, result: StepResult) -> dict[Connection, wire.StepFrame]:
+    """What a step has for each gateway."""
+    frames: dict[Connection, wire.StepFrame] = {}
+    for delta in result.deltas:
+        connection = requests.connection(delta.request_id)
+        if connection is not None:
+            frames.setdefault(connection, wire.StepFrame([], [])).deltas.append(delta)
+    for each in result.scores:
+        connection = requests.connection(each.request_id)
+        if connection is not None:
+            frames.setdefault(connection, wire.StepFrame([], [])).scores.append(each)
+    return frames
+
+
+def _families(requests: OpenRequests, num_gateways: int, records: RecordDelivery) -> list[wire.Family]:
+    gauges = (
+        ("tenora_engine_open_requests", "Requests not yet journaled.", len(requests)),
+        ("tenora_engine_gateways", "Connected gateways.", num_gateways),
+        ("tenora_usage_records", "Records since the journal's beginning.", records.num_records),
+        ("tenora_usage_records_unacked", "Records that no ledger has.", records.num_unacked),
+        ("tenora_usage_journal_failing", "1 while the journal can't be written.", int(records.failing)),
+    )
+    told = [wire.Family(name, "gauge", text, [("", {}, float(value))]) for name, text, value in gauges]
+    return [*told, requests.lost_family()]
 
 
 def _send(connection: Connection | None, message: wire.ToGateway) -> None:

@@ -5,9 +5,8 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from engine.cost import split
 from engine.device_counters import DeviceCounters
 from engine.experts import ExpertLoad
 from engine.scheduler import Scheduler, StepPlan
@@ -21,13 +20,37 @@ UTILIZATION_WINDOW_NS = 10_000_000_000
 MAX_LISTED_ADAPTERS = 32
 RESIDENT_FAMILY = "tenora_adapters_resident"  # the server adds the disk tier's sample
 
+ACCOUNTS = ("attributed", "load", "recompute", "lost", "idle", "overhead")
+
 Labels = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class StepBill:
+    """The parts of a step's ns that no request pays: computing anew what a preemption threw away, and what was computed
+    for those who had ended before it was there."""
+
+    recompute_ns: int = 0
+    lost_ns: int = 0
+
+
+NO_BILL = StepBill()
+
+
+class StepModel(Protocol):
+    """What predicts a step's time, and how wrong it was: ``engine.cost_fit.CostFit``."""
+
+    @property
+    def error_ratio(self) -> float: ...
+    @property
+    def r_squared(self) -> float: ...
+    def families(self) -> Iterable[Family]: ...
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step: what it computed, and where its time went (ns). ``run_ns`` is the forward, and is attributed to
-    requests in full; ``load_ns`` is moving adapters; the rest of the step is ``overhead_ns``."""
+    """One step: what it computed, and where its time went (ns). ``run_ns`` is the forward, attributed to requests but
+    for what is in ``bill``; ``load_ns`` is moving adapters; the rest of the step is ``overhead_ns``."""
 
     num_sequences: int = 0
     num_prefill_tokens: int = 0
@@ -39,6 +62,7 @@ class StepStats:
     prefill_ns: int = 0  # run_ns shared by tokens between the two phases
     decode_ns: int = 0
     load_times_ns: tuple[int, ...] = ()
+    bill: StepBill = NO_BILL
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +81,7 @@ class StepTimes:
     while that step was on the device, so that their time is in its own."""
 
     run_ns: int
+    bill: StepBill
     load_times_ns: tuple[int, ...]
     is_beside: bool
 
@@ -64,7 +89,7 @@ class StepTimes:
 def _measure(plan: StepPlan, times: StepTimes, span_ns: int) -> StepStats:
     """The numbers of a step and of the ``span_ns`` that it ends. Recomputing after a preemption is prefill."""
     num_decode = sum(chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt_tokens for chunk in plan.chunks)
-    prefill_ns, decode_ns = split(times.run_ns, (plan.num_tokens - num_decode, num_decode)) if times.run_ns else (0, 0)
+    decode_ns = times.run_ns * num_decode // plan.num_tokens if plan.num_tokens else 0
     load_ns = 0 if times.is_beside else sum(times.load_times_ns)
     return StepStats(
         num_sequences=len(plan.chunks),
@@ -74,9 +99,10 @@ def _measure(plan: StepPlan, times: StepTimes, span_ns: int) -> StepStats:
         run_ns=times.run_ns,
         load_ns=load_ns,
         overhead_ns=span_ns - times.run_ns - load_ns,
-        prefill_ns=prefill_ns,
+        prefill_ns=times.run_ns - decode_ns,
         decode_ns=decode_ns,
         load_times_ns=times.load_times_ns,
+        bill=times.bill,
     )
 
 
@@ -101,25 +127,31 @@ class Histogram:
         return [*samples, ("_sum", labels, self._sum), ("_count", labels, total)]
 
 
+_NO_COLLECTIVES = Histogram(STEP_BUCKETS)  # an engine has one device
+
+
 class EngineStats:
     """Adds up steps. Every nanosecond since the start is in one account: attributed to a request, adapter load,
-    idle (as the step thread says), or overhead: scheduling, and what else lies between two forwards."""
+    recompute (after preemptions) and lost (computed for who had ended), which no request pays, idle (as the step thread
+    says), or overhead: scheduling, and what else lies between two forwards."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         clock: Callable[[], int],
+        fit: StepModel,
         experts: ExpertLoad | None = None,
         device: DeviceCounters | None = None,
     ) -> None:
-        self.account_ns = dict.fromkeys(("attributed", "load", "overhead", "idle"), 0)
+        self.account_ns = dict.fromkeys(ACCOUNTS, 0)
         self.phase_ns = {"prefill": 0, "decode": 0}
         self._scheduler = scheduler
         self._clock = clock
+        self.fit = fit
         self._experts = experts
         self._device = device
         self._num_bytes = 0
-        self._started_ns = self._ended_ns = clock()
+        self.started_ns = self._ended_ns = clock()
         self._recent: deque[tuple[int, int, int]] = deque()  # (end, busy ns, bytes) of the steps in the window
         self._step_seconds = {kind: Histogram(STEP_BUCKETS) for kind in ("prefill", "decode", "mixed")}
         self._batch_tokens = {"prefill": Histogram(SIZE_BUCKETS), "decode": Histogram(SIZE_BUCKETS)}
@@ -135,7 +167,9 @@ class EngineStats:
         """A step that landed, and all time up to ``until_ns`` that is in no account yet."""
         step = _measure(plan, times, until_ns - self._ended_ns)
         accounts = self.account_ns
-        accounts["attributed"] += step.run_ns
+        accounts["attributed"] += step.run_ns - step.bill.recompute_ns - step.bill.lost_ns
+        accounts["recompute"] += step.bill.recompute_ns
+        accounts["lost"] += step.bill.lost_ns
         accounts["load"] += step.load_ns
         accounts["overhead"] += step.overhead_ns
         self._ended_ns = until_ns
@@ -155,7 +189,9 @@ class EngineStats:
             *_adapter_families(self._scheduler),
             *self._expert_families(),
             *self._device_families(),
+            *self.fit.families(),
             _histogram("tenora_adapter_load_seconds", "Moving an adapter into its slot", {"": self._load_seconds}),
+            _histogram("tenora_collective_seconds", "Exchange between devices", {"": _NO_COLLECTIVES}),
         ]
 
     def _record_batch(self, step: StepStats) -> None:
@@ -176,9 +212,9 @@ class EngineStats:
         seconds = {name: value / 1e9 for name, value in self.account_ns.items()}
         yield _family("tenora_gpu_seconds", "counter", "Device time by account", "account", seconds)
         phases = {name: value / 1e9 for name, value in self.phase_ns.items()}
-        yield _family("tenora_phase_gpu_seconds", "counter", "Attributed device time by phase", "phase", phases)
+        yield _family("tenora_phase_gpu_seconds", "counter", "Forwards' time by phase, by tokens", "phase", phases)
         now_ns = self._clock()
-        window_ns = min(UTILIZATION_WINDOW_NS, now_ns - self._started_ns)
+        window_ns = min(UTILIZATION_WINDOW_NS, now_ns - self.started_ns)
         busy_ns = sum(run_ns for _, run_ns, _ in self._in_window(now_ns))
         ratio = min(1.0, busy_ns / window_ns) if window_ns > 0 else 0.0
         yield _single("tenora_gpu_utilization_ratio", "gauge", "Busy / wall time of the last ten seconds", ratio)
@@ -198,7 +234,8 @@ class EngineStats:
         could = sum(run_ns for _, run_ns, _ in steps) / 1e9 * self._device.peak_bytes_s
         ratio = sum(num_bytes for _, _, num_bytes in steps) / could if could else 0.0
         help_text = "Bytes that the steps of the last ten seconds had to move / what the memory could have moved"
-        yield _single("tenora_memory_bandwidth_ratio", "gauge", help_text, ratio)
+        if self._device.peak_bytes_s:
+            yield _single("tenora_memory_bandwidth_ratio", "gauge", help_text, ratio)
         yield from self._device.families()
 
     def _expert_families(self) -> Iterable[Family]:

@@ -32,6 +32,7 @@ from engine.wire_adapters import (  # noqa: F401 (the wire's other half)
     Tier,
 )
 from engine.wire_cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
+from engine.wire_records import TimeRecord, UsageRecord, read_record  # noqa: F401 (names of the wire)
 
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two
@@ -91,7 +92,9 @@ class Usage(Struct, frozen=True):
 
     Durations in integer ns of the engine's monotonic clock: ``queue_ns`` ends when the first token of any
     choice is scheduled, ``prefill_ns`` at the first output token of any, ``decode_ns`` at the last of all.
-    ``gpu_ns`` is the request's share of the steps it took part in; shares of a step sum to the step.
+    ``gpu_ns`` is the request's share of the steps it took part in; shares of a step sum to the step. ``load_ns`` is
+    what moving its adapter took, ``recompute_ns`` its share of computing anew after preemptions: in neither, nor in
+    ``gpu_ns``, is anything of the other two.
     """
 
     prompt_tokens: int = 0
@@ -101,6 +104,8 @@ class Usage(Struct, frozen=True):
     prefill_ns: int = 0
     decode_ns: int = 0
     gpu_ns: int = 0
+    load_ns: int = 0
+    recompute_ns: int = 0
 
 
 class Exemplar(Struct, frozen=True, array_like=True):
@@ -248,7 +253,7 @@ class Finished(Struct, frozen=True, tag="finished"):
 
 
 class Record(Struct, frozen=True, tag="record"):
-    """A journal entry, delivered until acknowledged. ``payload`` is msgpack of UsageRecord."""
+    """A journal entry, delivered until acknowledged. ``payload`` is what ``read_record`` reads."""
 
     number: int
     hash: bytes
@@ -258,29 +263,6 @@ class Record(Struct, frozen=True, tag="record"):
 class StatsReply(Struct, frozen=True, tag="stats_reply"):
     seq: int
     families: list[Family]
-
-
-class UsageRecord(Struct, frozen=True):
-    """What the journal keeps of one request, written once, after Close or when its gateway is lost.
-
-    ``outcome`` is Close's, or 0 for *lost*. ``queue_ns`` includes Close's ``admit_ns``; the five phases sum
-    to the request's total.
-    """
-
-    request_id: str
-    context: bytes
-    outcome: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    queue_ns: int
-    prefill_ns: int
-    decode_ns: int
-    post_ns: int
-    network_ns: int
-    first_token_ns: int
-    gpu_ns: int
-    finished_unix_ns: int
 
 
 OUTCOME_LOST = 0

@@ -10,29 +10,31 @@ import msgspec
 
 from engine import wire
 from engine.client import EngineClient, OnRecord
+from tenants import replica_times
 from tenants.database import Database
 from tenants.directory import Directory
 from tenants.errors import ForgedContext, InvalidRecord
 from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import unseal
+from tenants.replica_times import ReplicaSpan
 from tenants.secrets import Secret
 
 BATCH_RECORDS = 500
 BATCH_S = 0.02
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
 MAX_QUEUED = 10_000  # records that wait here; over that an engine's delivery waits
+_TIME_FIELDS = wire.TimeRecord.__struct_fields__
 _FIELDS = tuple(name for name in wire.UsageRecord.__struct_fields__ if name not in ("request_id", "context"))
 _log = logging.getLogger("gateway.settlement")
-_decoder = msgspec.msgpack.Decoder(wire.UsageRecord)
 
 Count = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A record for the ledger; ``settled`` None: unfit, only to be acknowledged. ``engine`` None: nobody waits."""
+    """What a record says; None: unfit, only to be acknowledged. ``engine`` None: nobody waits."""
 
-    settled: SettledRequest | None
+    told: SettledRequest | ReplicaSpan | None
     engine: EngineClient | None = None
     number: int = 0
     hash: bytes = b""
@@ -79,9 +81,10 @@ class Settlement:
             return
         self._queue.put_nowait(_Item(settled))
 
-    def _read(self, payload: bytes) -> SettledRequest | None:
+    def _read(self, payload: bytes) -> SettledRequest | ReplicaSpan | None:
         try:
-            return self._settled(_decoder.decode(payload))
+            record = wire.read_record(payload)
+            return self._span(record) if isinstance(record, wire.TimeRecord) else self._settled(record)
         except msgspec.MsgspecError as error:
             self._unfit("malformed", str(error))
             return None
@@ -96,14 +99,21 @@ class Settlement:
             self._unfit("invalid", str(error))
         return None
 
+    def _span(self, record: wire.TimeRecord) -> ReplicaSpan | None:
+        try:
+            return ReplicaSpan(**{name: getattr(record, name) for name in _TIME_FIELDS})
+        except InvalidRecord as error:
+            self._unfit("invalid", str(error))
+            return None
+
     def _unfit(self, reason: str, detail: str) -> None:
-        _log.error("a usage record is not booked: %s (%s)", reason, detail)
+        _log.error("a record is not booked: %s (%s)", reason, detail)
         self.count_unfit(reason)
 
     async def _work(self) -> None:
         while True:
             batch = await self._batch()
-            await self._book([item.settled for item in batch if item.settled is not None])
+            await self._book([item.told for item in batch if item.told is not None])
             await self._acknowledge(batch)
             for _ in batch:
                 self._queue.task_done()
@@ -117,12 +127,15 @@ class Settlement:
                     batch.append(await self._queue.get())  # without waiting where there is one
         return batch
 
-    async def _book(self, settled: list[SettledRequest]) -> None:
+    async def _book(self, told: list[SettledRequest | ReplicaSpan]) -> None:
         """Until it is done: an unbooked record is never acknowledged, and none may overtake it."""
+        settled = [record for record in told if isinstance(record, SettledRequest)]
+        spans = [record for record in told if isinstance(record, ReplicaSpan)]
         wait_s, failed = RETRY_FIRST_S, False
-        while settled:
+        while told:
             try:
                 async with self.database.transaction() as session:
+                    await replica_times.post(session, spans)
                     await self.ledger.post(session, settled, self.directory.rate_cards)
                 break
             except Exception as error:

@@ -28,7 +28,7 @@ def render_item(kind: str, item: Any, autogen_context: AutogenContext) -> str | 
     """Our own column types are written by name, not as what they are made of; SQLModel's strings as plain ones."""
     if kind == "type" and isinstance(item, AutoString):
         return f"sa.String(length={item.impl_instance.length})"  # pyright: ignore[reportAttributeAccessIssue]
-    if kind == "type" and isinstance(item, tables.JsonList | tables.Picousd):
+    if kind == "type" and isinstance(item, tables.JsonList | tables.Picousd | tables.WideInteger):
         return f"tenants.tables.{type(item).__name__}()"
     return False
 

@@ -43,6 +43,18 @@ class InvalidValue(TenantsError):
         self.field = field
 
 
+class PeriodOpen(TenantsError):
+    """The month is not over, or has only just ended: records of it may still come."""
+
+
+class UnsoundInvoice(TenantsError):
+    """What would be invoiced does not add up (``breaches``): nothing is issued until somebody has looked."""
+
+    def __init__(self, breaches: list[str]) -> None:
+        super().__init__("; ".join(breaches))
+        self.breaches = breaches
+
+
 class StoreUnavailable(TenantsError):
     """The shared store did not answer within its deadline. What was asked may or may not have happened."""
 

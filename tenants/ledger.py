@@ -1,5 +1,6 @@
 """The ledger's only writer: usage records in, receipts, charges and their sums out, each once for ever."""
 
+import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ _NAMESPACE = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")  # ours, fixed fo
 _MAX_NS = 1 << 62
 _TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
 _DURATIONS = ("queue_ns", "prefill_ns", "decode_ns", "post_ns", "network_ns", "first_token_ns", "gpu_ns")
-_COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns")
+_COSTS = ("load_ns", "recompute_ns")
+_COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns", *_COSTS)
 _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
     *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label", "streamed", "num_choices"),
@@ -55,9 +57,11 @@ class SettledRequest:
     first_token_ns: int
     gpu_ns: int
     finished_unix_ns: int
+    load_ns: int = 0
+    recompute_ns: int = 0
 
     def __post_init__(self) -> None:
-        for name in (*_DURATIONS, "finished_unix_ns"):
+        for name in (*_DURATIONS, *_COSTS, "finished_unix_ns"):
             if not 0 <= getattr(self, name) <= _MAX_NS:
                 raise InvalidRecord(f"{name} is {getattr(self, name)}")
         for name in _TOKENS:
@@ -121,8 +125,10 @@ class Ledger:
 
 
 def entry_id(request_id: str, meter: str) -> str:
-    """The permanent name of a charge."""
-    return str(uuid.uuid5(_NAMESPACE, f"{request_id}/{meter}"))
+    """The permanent name of a charge: uuid5, written out, since the library's took a quarter of posting's time."""
+    name = hashlib.sha1(_NAMESPACE.bytes + f"{request_id}/{meter}".encode(), usedforsecurity=False).hexdigest()
+    variant = "89ab"[int(name[16], 16) & 3]
+    return f"{name[:8]}-{name[8:12]}-5{name[13:16]}-{variant}{name[17:20]}-{name[20:32]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,15 @@ def month_of(unix_ns: int, zone: tzinfo, anchor_day: int = 1) -> Period:
     return Period(midnight_ns(begin, zone), midnight_ns(end, zone), begin.isoformat())
 
 
+def month_named(text: str, zone: tzinfo, anchor_day: int = 1) -> Period:
+    """The month that begins in YYYY-MM, or on the day YYYY-MM-DD. Raises ValueError."""
+    first = date.fromisoformat(text if len(text) > len("YYYY-MM") else f"{text}-01")
+    begin = anchor(first.year, first.month, anchor_day)
+    if text not in (begin.isoformat(), begin.isoformat()[:7]):
+        raise ValueError(f"the month of {text[:7]} begins on {begin.isoformat()}")
+    return month_of(midnight_ns(begin, zone), zone, anchor_day)
+
+
 def anchor(year: int, month: int, anchor_day: int) -> date:
     assert 1 <= anchor_day <= LAST_ANCHOR_DAY
     return date(year, month, min(anchor_day, monthrange(year, month)[1]))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from tiny import Adapter, tiny_config, tiny_tokenizer, tiny_weights
@@ -21,6 +22,7 @@ from engine.models.config import MODULES, module_sizes
 from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.server import Identity, Server
+from engine.wire_records import is_time
 
 PATIENCE_S = 60.0  # how long a test waits for what must come
 
@@ -57,10 +59,14 @@ def socket_of(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def live_server(folder: Path, config: EngineConfig = CONFIG) -> AsyncIterator[Server]:
-    """Serves at ``socket_of(folder)``; journal and adapters below ``folder`` outlive it."""
+async def live_server(
+    folder: Path, config: EngineConfig = CONFIG, *, time_record_s: float = 3600.0
+) -> AsyncIterator[Server]:
+    """Serves at ``socket_of(folder)``; journal and adapters below ``folder`` outlive it. Its time is recorded for who
+    asks, so that others may count records."""
     identity = Identity("engine-t", tiny_card(config), TOKENIZER)
-    server = Server(identity, tiny_engine(config), Journal(folder), DiskTier(folder / "adapters"))
+    disk = DiskTier(folder / "adapters")
+    server = Server(identity, tiny_engine(config), Journal(folder), disk, time_record_s=time_record_s)
     await server.start(socket_of(folder))
     try:
         yield server
@@ -115,17 +121,22 @@ async def first_delta(stream: EngineStream) -> wire.Delta:
 
 
 class Ledger:
-    """Takes records and acknowledges them, or not, as a gateway does."""
+    """Takes records and acknowledges them, or not, as a gateway does. ``arrived`` are those of usage, ``times`` the
+    engine's own."""
 
     def __init__(self, *, acks: bool = True) -> None:
         self.acks = acks
         self.client: EngineClient | None = None
         self.arrived: asyncio.Queue[wire.Record] = asyncio.Queue()
+        self.times: asyncio.Queue[wire.TimeRecord] = asyncio.Queue()
 
     async def take(self, record: wire.Record) -> None:
         if self.acks and self.client is not None:
             await self.client.ack(record.number, record.hash)
-        self.arrived.put_nowait(record)
+        if is_time(record.payload):
+            self.times.put_nowait(msgspec.msgpack.decode(record.payload, type=wire.TimeRecord))
+        else:
+            self.arrived.put_nowait(record)
 
     async def next(self) -> tuple[wire.Record, wire.UsageRecord]:
         async with asyncio.timeout(PATIENCE_S):
@@ -134,9 +145,9 @@ class Ledger:
 
 
 def decode_usage(record: wire.Record) -> wire.UsageRecord:
-    import msgspec
-
-    return msgspec.msgpack.decode(record.payload, type=wire.UsageRecord)
+    usage = wire.read_record(record.payload)
+    assert isinstance(usage, wire.UsageRecord)
+    return usage
 
 
 @asynccontextmanager

@@ -10,11 +10,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector(HTTPServer):
-    """``spans`` is what came."""
+    """``spans`` is what came, ``resources`` who sent it. While ``open`` is not set, it takes its time."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.spans: list = []
+        self.resources: list = []
+        self.open = threading.Event()
+        self.open.set()
 
     @property
     def url(self) -> str:
@@ -25,9 +28,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: Collector
 
     def do_POST(self) -> None:
+        self.server.open.wait()
         body = self.rfile.read(int(self.headers["content-length"]))
         body = gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.server.resources.append(resource.resource)
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
         self.send_response(200)
@@ -45,5 +50,6 @@ def collecting() -> Iterator[Collector]:
         try:
             yield server
         finally:
+            server.open.set()
             server.shutdown()
             thread.join()

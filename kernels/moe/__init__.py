@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.linear import LinearWeight
 from kernels.moe import reference
+from kernels.timing import timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ExpertWeights:
         return torch.stack([expert.weight for expert in self.experts])
 
 
+@timed("moe")
 def route(router_logits: Tensor, top_k: int, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """router_logits [T, E] of any float dtype → topk_ids [T, K] int64, topk_weights [T, K] fp32.
 
@@ -58,17 +60,20 @@ def route(router_logits: Tensor, top_k: int, rule: RoutingRule) -> tuple[Tensor,
     return reference.route(router_logits, top_k, rule.softmax_first, rule.renormalize)
 
 
+@timed("moe")
 def plan_experts(topk_ids: Tensor, num_experts: int) -> ExpertPlan:
     """topk_ids [T, K], each below ``num_experts``, as one order for all products of a layer."""
     pairs, counts = reference.sort_by_expert(topk_ids, num_experts)
     return ExpertPlan(pairs, counts, topk_ids.shape[1])
 
 
+@timed("moe")
 def gather(x: Tensor, plan: ExpertPlan) -> Tensor:
     """x [T, H] → [T·K, H]: each pair's token, in the order of the plan."""
     return x[plan.pairs // plan.top_k]
 
 
+@timed("moe")
 def grouped_linear(x: Tensor, weights: ExpertWeights, plan: ExpertPlan) -> Tensor:
     """x [T·K, in] in the order of the plan, each row times its expert's weight → [T·K, out] in x's dtype.
 
@@ -79,6 +84,7 @@ def grouped_linear(x: Tensor, weights: ExpertWeights, plan: ExpertPlan) -> Tenso
     return reference.grouped_linear(x, weights.experts, plan.counts.tolist())
 
 
+@timed("moe")
 def combine(y: Tensor, topk_weights: Tensor, plan: ExpertPlan) -> Tensor:
     """y [T·K, H] in the order of the plan → [T, H] in y's dtype: the weighted sum of each token's K rows, in fp32,
     added in the order of its choices."""

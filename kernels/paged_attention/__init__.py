@@ -6,6 +6,7 @@ from kernels.paged_attention import reference
 from kernels.paged_attention.captured import DecodeShape, captured_plan, fill_plan, plan_numbers
 from kernels.paged_attention.groups import prefix_groups
 from kernels.paged_attention.plan import AttentionPlan, PrefixGroup, plan_attention
+from kernels.timing import timed
 
 __all__ = [
     "AttentionPlan",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 
+@timed("attention")
 def paged_attention(
     queries: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, *, scale: float
 ) -> Tensor:

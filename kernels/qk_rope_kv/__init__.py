@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.qk_rope_kv import reference
+from kernels.timing import timed
 
 __all__ = ["HeadNorms", "qk_rope_kv"]
 
@@ -18,6 +19,7 @@ class HeadNorms:
     eps: float
 
 
+@timed("rope")
 def qk_rope_kv(
     heads: Tensor,
     values: Tensor,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantised_linear import reference
+from kernels.timing import timed
 
 __all__ = ["KINDS", "QuantisedWeight", "quantised_linear"]
 
@@ -30,6 +31,7 @@ class QuantisedWeight:
         return self.scales.dim() == 2
 
 
+@timed("linear")
 def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     """x [T, in] fp32 or bf16 → [T, out] in x's dtype, accumulated in fp32. On a CPU a row's bits depend on that row
     and the weight only; on a GPU also on which row of the tile table T falls into."""

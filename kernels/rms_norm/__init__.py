@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from kernels.rms_norm import reference
+from kernels.timing import timed
 
 
+@timed("norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, H], weight [H] → x · rsqrt(mean(x²) + eps) · weight, [T, H] in x's dtype.
 
@@ -19,6 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.rms_norm(x, weight, eps)
 
 
+@timed("norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds x to ``residual`` in place, rounded to its dtype, and gives ``rms_norm`` of the sum. Both [T, H]."""
     assert x.shape == residual.shape, (x.shape, residual.shape)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import reference
+from kernels.timing import timed
 
 __all__ = ["Edits", "SamplingRows", "edit_logits", "sample", "token_logprobs"]
 
@@ -42,6 +43,7 @@ class Edits:
     minus: Tensor
 
 
+@timed("sampling")
 def edit_logits(logits: Tensor, edits: Edits) -> None:
     """logits [R, V] fp32, in place."""
     assert logits.dtype == torch.float32, logits.dtype
@@ -53,6 +55,7 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
     reference.edit_logits(logits, edits)
 
 
+@timed("sampling")
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """logits [R, V] fp32 → tokens [R] int64. NaN is the lowest logit of all.
 
@@ -71,6 +74,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     return reference.sample(logits, rows)
 
 
+@timed("sampling")
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """logits [R, V] fp32, tokens [R] int64 → log-probabilities of the tokens [R], ids and log-probabilities of the
     ``num_top`` highest, best first, [R, num_top] each. Of raw logits: before any edit."""

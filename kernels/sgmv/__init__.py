@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.sgmv import reference
 from kernels.sgmv.plan import RANK_MULTIPLE, SgmvPlan, plan_sgmv
+from kernels.timing import timed
 
 __all__ = ["RANK_MULTIPLE", "LoraSlice", "SgmvPlan", "plan_sgmv", "sgmv"]
 
@@ -28,6 +29,7 @@ class LoraSlice:
     rank_table: Tensor | None = None
 
 
+@timed("lora")
 def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
     """Adds x[t] · a[s]ᵀ (shrink) · b[s] (expand) to y[t, start : start + out] for each row t and its slot s, in place.
 

@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from kernels.silu_mul import reference
+from kernels.timing import timed
 
 
+@timed("silu_mul")
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2I], gate before up → silu(gate) · up [T, I] in its dtype. A row depends on itself only, on a CPU
     and on a GPU to the last bit; a GPU rounds once, a CPU silu(gate) too."""

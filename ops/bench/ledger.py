@@ -1,13 +1,16 @@
 """Usage records a second into the ledger, in the gateway's batches, on SQLite and on PostgreSQL (performance.md §5).
 
-    ./run bench ledger [--records N] [--batch N] [--note TEXT]
+    ./run bench ledger [--records N] [--batch N] [--note TEXT] [--rows N [--compare]]
+                       [--database sqlite|postgresql]
 
-Prints a table and appends a line for each row of it to ops/bench/results.jsonl. "unbilled" is the insert of the
-record alone; a billed record brings one ledger entry a meter with something in it (three here) with it.
+Prints a table and appends a line for each row of it to ops/bench/results.jsonl. "unbilled" is a record alone; a billed
+one brings one ledger entry a meter with something in it (three here) with it. Both bring their sums by minute, hour and
+day. ``--rows`` fills the database first (ledger_rows.py), and measures a tenant's monthly reports and the size as well.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import platform
 import sys
@@ -19,8 +22,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import migrations
+from ops.bench.ledger_rows import measure_rows
 from tenants.database import Database
 from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
@@ -29,6 +34,7 @@ from tenants.pricing import RateCard, default_prices
 RESULTS = Path(__file__).with_name("results.jsonl")
 CARDS = {"rc_1": RateCard("rc_1", 1, 0, default_prices())}
 TARGET = 20_000
+KINDS = ("sqlite", "postgresql")
 START_NS = 1_900_000_000 * 10**9
 
 
@@ -50,9 +56,10 @@ def settled(number: int, outcome: int) -> SettledRequest:
     return SettledRequest(context, outcome, 200, 0, 64, 1, 2, 3, 4, 5, 6, 7, START_NS + number + 10**9)
 
 
-async def measure(url: str, outcome: int, num_records: int, batch: int) -> float:
-    """Records a second; the first batch, which compiles the statements, is not counted."""
-    records = [settled(number, outcome) for number in range(num_records + batch)]
+async def measure(url: str, outcome: int, num_records: int, batch: int, first: int = 0) -> dict[str, int]:
+    """Records a second, and a second of this process's CPU time; the first batch, which compiles the statements, is
+    not counted. ``first``: the number of the first record, none of which is there yet."""
+    records = [settled(first + number, outcome) for number in range(num_records + batch)]
     database, ledger = Database(url), Ledger()
     await database.start()
 
@@ -62,33 +69,47 @@ async def measure(url: str, outcome: int, num_records: int, batch: int) -> float
 
     try:
         await post(0)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         for start in range(batch, num_records + batch, batch):
             await post(start)
-        return num_records / (time.perf_counter() - started)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        return {"records_per_s": round(num_records / seconds), "records_per_cpu_s": round(num_records / cpu)}
     finally:
         await database.close()
 
 
 @contextmanager
-def databases() -> Iterator[dict[str, list[str]]]:
-    """Two empty, migrated databases of each kind, and the versions of both."""
+def empty_database(kind: str) -> Iterator[str]:
+    """The URL of an empty, migrated one."""
     from tests.stores import postgres_server
 
-    with tempfile.TemporaryDirectory() as folder, postgres_server() as postgres:
-        urls = {
-            "sqlite": [f"sqlite:///{folder}/{number}.db" for number in range(2)],
-            "postgresql": [postgres.url(postgres.create_database()) for _ in range(2)],
-        }
-        for url in (url for two in urls.values() for url in two):
-            migrations.upgrade(url)
-        yield urls
+    with contextlib.ExitStack() as stack:
+        if kind == "sqlite":
+            url = f"sqlite:///{stack.enter_context(tempfile.TemporaryDirectory())}/tenora.db"
+        else:
+            postgres = stack.enter_context(postgres_server())
+            url = postgres.url(postgres.create_database())
+        migrations.upgrade(url)
+        yield url
+
+
+def lines_of(kind: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with empty_database(kind) as url:
+        if options.rows:
+            yield {"database": kind, "rows": options.rows} | measure_rows(url, options.rows, options.compare)
+        for number, (name, outcome) in enumerate((("unbilled", 503), ("billed", 200))):
+            first = number * (options.records + options.batch)
+            rates = asyncio.run(measure(url, outcome, options.records, options.batch, first))
+            yield {"database": kind, "rows": options.rows, "records": name} | rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="./run bench ledger", description=__doc__)
     parser.add_argument("--records", type=int, default=20_000, help="how many are inserted in each case")
     parser.add_argument("--batch", type=int, default=500, help="records in a transaction, as gateway/settlement.py")
+    parser.add_argument("--rows", type=int, default=0, help="how many records are there before")
+    parser.add_argument("--compare", action="store_true", help="hold the rollups of --rows against the rows")
+    parser.add_argument("--database", choices=KINDS, help="only this one")
     parser.add_argument("--note", default="", help="kept with the results")
     options = parser.parse_args()
     versions = {name: version(name) for name in ("sqlalchemy", "aiosqlite", "asyncpg")}
@@ -101,14 +122,12 @@ def main() -> None:
         "batch": options.batch,
         "note": options.note,
     }
-    print(f"{'database':<12}{'records':<12}{'records/s':>12}{'target':>10}")
-    with databases() as urls, RESULTS.open("a") as results:
-        for kind, (first, second) in urls.items():
-            for name, url, outcome in (("unbilled", first, 503), ("billed", second, 200)):
-                rate = asyncio.run(measure(url, outcome, options.records, options.batch))
-                print(f"{kind:<12}{name:<12}{rate:>12,.0f}{TARGET:>10,}", flush=True)
-                line = common | {"database": kind, "records": name, "records_per_s": round(rate)}
-                results.write(json.dumps(line) + "\n")
+    print(f"asked: {TARGET:,} records/s of one row each", flush=True)
+    with RESULTS.open("a") as results:
+        for kind in [options.database] if options.database else KINDS:
+            for line in lines_of(kind, options):
+                print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+                results.write(json.dumps(common | line) + "\n")
 
 
 if __name__ == "__main__":

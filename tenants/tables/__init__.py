@@ -5,12 +5,14 @@ from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event
 from tenants.tables.gateways import GatewayLease
+from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
+from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
-from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, metadata
+from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
 
 __all__ = [
@@ -20,9 +22,14 @@ __all__ = [
     "ApiKey",
     "AuditEvent",
     "AuditHead",
+    "CreditNote",
+    "CreditNoteLine",
+    "DocumentSeries",
     "Event",
     "GatewayLease",
     "IdempotentRequest",
+    "Invoice",
+    "InvoiceLine",
     "JsonList",
     "LatencyMinute",
     "LedgerEntry",
@@ -33,6 +40,7 @@ __all__ = [
     "RateCardItem",
     "RateCardVersion",
     "RefusalMinute",
+    "ReplicaTime",
     "RequestRecord",
     "SloIncident",
     "SloMinute",
@@ -43,5 +51,6 @@ __all__ = [
     "UnbookedRecord",
     "UsageRollup",
     "UsageSeries",
+    "WideInteger",
     "metadata",
 ]

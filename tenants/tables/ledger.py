@@ -70,6 +70,8 @@ class RequestRecord(SQLModel, table=True):
     label: str = Field(max_length=128)
     streamed: bool = False
     num_choices: int = Field(default=1, sa_type=BigInteger)  # prompts × choices of each
+    load_ns: int = Field(default=0, sa_type=BigInteger, sa_column_kwargs={"server_default": "0"})
+    recompute_ns: int = Field(default=0, sa_type=BigInteger, sa_column_kwargs={"server_default": "0"})
 
     @property
     def total_ns(self) -> int:

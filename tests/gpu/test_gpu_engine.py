@@ -26,3 +26,7 @@ def test_a_base_row_has_the_same_bits_beside_rows_with_adapters_and_without():
 
 def test_tokens_that_the_host_has_not_seen_feed_the_next_step():
     checks.check_a_step_in_the_air_feeds_the_next()
+
+
+def test_ops_are_timed_by_events_and_replayed_graphs_as_one():
+    checks.check_ops_are_timed_on_the_device_and_steps_by_hand_by_op()

@@ -77,6 +77,26 @@ def test_a_trace_that_is_not_sampled_is_left_out(house: House, key: str, traced)
     assert {span.trace_id.hex() for span in spans} == {"a1" + TRACE[2:]}
 
 
+def test_a_slow_collector_loses_only_spans_that_are_counted(house: House, key: str, collector):
+    telemetry = house.parts.pipeline.telemetry
+    exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
+    dropped: list[int] = []
+    collector.open.clear()
+    telemetry.spans = sink = SpanSink(exporter, dropped.append, SpanOptions(max_queued_spans=30, export_every_s=0.01))
+    try:
+        with house.http(key) as http:
+            for _ in range(20):
+                assert http.post("/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1}).is_success
+        lost = eventually(lambda: len(dropped) >= 10 and sum(dropped))
+        collector.open.set()
+    finally:
+        sink.close()
+        telemetry.spans = None
+
+    assert lost == sum(dropped)
+    assert len(collector.spans) + lost == 20 * 6
+
+
 def a_trace(children: int = 5) -> Trace:
     return Trace(TRACE, "", ("chat tiny", 1, 9), (("admit", 1, 2),) * children, failed=False)
 

@@ -4,10 +4,10 @@ import asyncio
 import multiprocessing
 
 import pytest
-from sqlalchemy import text
 
 from tenants.audit_log import NO_HASH, SERVER, Actor, AuditLog, Change, Head
 from tenants.database import Database
+from tests.tampering import tamper
 
 ANNA = Actor("k123456789", "Anna")
 
@@ -30,11 +30,6 @@ async def breaches(database: Database, *known: Head) -> list[str]:
 async def head(database: Database) -> Head:
     async with database.session() as session:
         return await AuditLog(session).head()
-
-
-async def execute(database: Database, statement: str, **values) -> None:
-    async with database.transaction() as session:
-        await session.exec(text(statement), params=values)
 
 
 def test_an_empty_log_is_whole(with_database):
@@ -96,8 +91,7 @@ def test_a_page_begins_behind_a_number(with_database):
 def test_a_changed_removed_or_reordered_event_is_found(with_database, statements, says):
     async def body(database):
         await write(database, 1, 2, 3, 4)
-        for statement in statements:
-            await execute(database, statement)
+        await tamper(database, *statements)
         assert any(says in breach for breach in await breaches(database))
 
     with_database(body)
@@ -109,8 +103,7 @@ def test_a_log_that_was_written_anew_is_found_by_a_head_that_was_kept(with_datab
         kept = await head(database)
         await write(database, 3)
         assert await breaches(database, kept) == []
-        await execute(database, "DELETE FROM audit_event")
-        await execute(database, "DELETE FROM audit_head")
+        await tamper(database, "DELETE FROM audit_event", "DELETE FROM audit_head")
         await write(database, 1, 5, 3)
         assert await breaches(database) == []
         assert any("event 2" in breach for breach in await breaches(database, kept))

@@ -97,6 +97,9 @@ def test_a_served_request_becomes_one_receipt_and_one_entry_a_meter(with_databas
 
 def test_an_entrys_id_is_the_same_for_ever():
     assert entry_id("00000000-0000-0000-0000-000000000001", "requests") == "2aba76a7-aa85-55d4-8aa6-9d6cec886dd7"
+    namespace = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")
+    for number in range(200):
+        assert entry_id(str(number), "requests") == str(uuid.uuid5(namespace, f"{number}/requests"))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, METERS, RateCard, default_prices
 from tenants.repositories import UsageQuery, UsageRepository
+from tenants.rollup_check import differences, rebuild
 from tenants.tables import LedgerEntry, Posting, RequestRecord, UsageRollup, UsageSeries
 
 DAY_S = 86_400
@@ -171,6 +172,28 @@ def test_two_writers_of_the_same_sums_wait_for_each_other_and_never_in_a_circle(
         assert [posting.number for posting in postings] == list(range(1, len(postings) + 1))
         charged = {entry.request_id for entry in await rows_of(database, LedgerEntry)}
         assert sorted(" ".join(posting.request_ids for posting in postings).split()) == sorted(charged)
+
+    with_database(body)
+
+
+def test_a_planted_difference_is_found_and_a_rebuild_takes_it_away(with_database):
+    rng = random.Random(6)
+    requests = [random_request(rng, number, attempt) for number in range(60) for attempt in range(2)]
+
+    async def body(database):
+        await post(database, *requests)
+        written = await rollups_of(database)
+        async with database.transaction() as session:
+            assert await differences(session) == 0
+            day = (await session.exec(select(UsageRollup).where(UsageRollup.width_s == DAY_S))).first()
+            minute = (await session.exec(select(UsageRollup).where(UsageRollup.width_s == 60))).first()
+            day.output_tokens += 1
+            await session.delete(minute)
+            await session.flush()
+            assert await differences(session) > 2  # both rows, and the hour of the minute
+            await rebuild(session)
+            assert await differences(session) == 0
+        assert await rollups_of(database) == written
 
     with_database(body)
 

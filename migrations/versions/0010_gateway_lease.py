@@ -1,14 +1,14 @@
 """create the table of gateways that may hold reservations
 
 Revision ID: gateway_lease
-Revises: slo
+Revises: replica_time
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "gateway_lease"
-down_revision = "slo"
+down_revision = "replica_time"
 branch_labels = None
 depends_on = None
 

@@ -1,0 +1,63 @@
+"""Who pays for a step: its time to the requests in it, and to the accounts that no request pays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine import cost
+from engine.adapter_pool import SlotLoad
+from engine.cost_fit import CostFit
+from engine.scheduler import StepPlan
+from engine.stats import StepBill
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A launched plan as the cost model sees it: each chunk's weight, and the features of the whole."""
+
+    weights: cost.Ints
+    features: cost.Floats
+
+
+class Attribution:
+    """Weighs a plan when it is launched, shares its time when it has landed; the fit learns from both.
+
+    Sequences share, not requests: who asks for eight choices in one request pays what eight requests would.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.fit = CostFit()
+        self._slot_mib = np.zeros(num_slots + 1)
+
+    def loaded(self, load: SlotLoad, plan: StepPlan, load_ns: int) -> None:
+        """An adapter has been moved into its slot; the first that needs it pays for that."""
+        self._slot_mib[load.slot] = load.weights.num_bytes / _MIB
+        for chunk in plan.chunks:
+            if chunk.sequence.adapter_key == load.key:
+                chunk.sequence.request.load_ns += load_ns
+                return
+
+    def weigh(self, plan: StepPlan) -> StepWork:
+        """Before the launch: afterwards sequences may lose their slots."""
+        shape = cost.shape_of(plan.chunks, self._slot_mib)
+        return StepWork(cost.weights(shape, self.fit.coefficients), cost.features(shape))
+
+    def share(self, plan: StepPlan, work: StepWork, step_ns: int) -> StepBill:
+        """Adds each chunk's share of a step that took ``step_ns`` to its request, to the last nanosecond."""
+        shares = cost.split(step_ns, work.weights)
+        recompute_ns = lost_ns = 0
+        for chunk, share_ns in zip(plan.chunks, shares, strict=True):
+            request = chunk.sequence.request
+            again_ns = share_ns * chunk.num_recomputed // chunk.num_tokens if chunk.num_recomputed else 0
+            if again_ns:
+                request.recompute_ns += again_ns
+                recompute_ns += again_ns
+            if request.num_unfinished:
+                request.gpu_ns += share_ns - again_ns
+            else:
+                lost_ns += share_ns - again_ns
+        if step_ns:
+            self.fit.observe(work.features, step_ns)
+        return StepBill(recompute_ns, lost_ns)

@@ -1,0 +1,28 @@
+"""Where the time of the machines went."""
+
+from sqlalchemy import BigInteger
+from sqlmodel import Field, SQLModel
+
+from tenants.tables.types import MAX_NAME_LENGTH
+
+
+class ReplicaTime(SQLModel, table=True):
+    """A second or so of an engine process, as its journal tells it; the accounts sum to ``wall_ns`` but for a step in
+    the air. ``number`` counts from 0 in each process of an engine. Append-only."""
+
+    __tablename__ = "replica_time"  # pyright: ignore[reportAssignmentType]
+
+    engine_id: str = Field(primary_key=True, max_length=MAX_NAME_LENGTH)
+    incarnation_unix_ns: int = Field(primary_key=True, sa_type=BigInteger)
+    number: int = Field(primary_key=True, sa_type=BigInteger)
+    model: str = Field(max_length=MAX_NAME_LENGTH)
+    until_unix_ns: int = Field(sa_type=BigInteger, index=True)
+    wall_ns: int = Field(sa_type=BigInteger)
+    attributed_ns: int = Field(sa_type=BigInteger)
+    load_ns: int = Field(sa_type=BigInteger)
+    recompute_ns: int = Field(sa_type=BigInteger)
+    lost_ns: int = Field(sa_type=BigInteger)
+    idle_ns: int = Field(sa_type=BigInteger)
+    overhead_ns: int = Field(sa_type=BigInteger)
+    error_ppm: int = Field(sa_type=BigInteger)
+    r2_ppm: int = Field(sa_type=BigInteger)
