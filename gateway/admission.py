@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import anyio
 
 from gateway.call import Call
+from gateway.credit import Credit
 from gateway.errors import ApiError
 from gateway.limiter import Limiter
 from gateway.tickets import Ticket, Tickets, spend_of
@@ -27,6 +28,7 @@ class Admission:
     refuses new requests: this process is draining."""
 
     limiter: Limiter
+    credit: Credit
     rate_card: Callable[[int], RateCard]
     tickets: Tickets = field(default_factory=Tickets)
     closed: bool = False
@@ -53,7 +55,8 @@ class Admission:
         try:
             if self.closed:  # since it asked
                 raise ApiError("This server is shutting down.", code="draining")
-            yield ticket
+            async with self.credit.held(ticket):
+                yield ticket
         finally:
             try:
                 with anyio.CancelScope(shield=True):
@@ -69,10 +72,15 @@ class Admission:
             return False
         more = EXTEND_TOKENS * num_choices
         granted = await self.limiter.extend(ticket.reservation, more, ticket.price_of(more))
+        granted = granted and await self.credit.extend(ticket, ticket.price_of(more))
         ticket.refused_extension = not granted
         if granted:
             ticket.grow(more)
         return granted
+
+    async def begin_attempt(self, ticket: Ticket, attempt: int) -> None:
+        """The request is dispatched once more. Raises ApiError 402 and 503."""
+        await self.credit.begin_attempt(ticket, attempt)
 
     async def _reserve(self, call: Call, work: Work) -> Ticket:
         admitted_ns = call.unix_ns(call.read_ns)

@@ -170,6 +170,8 @@ class Flight:
         await self._extend_grant()
         if self._interruption:
             raise self._interruption
+        if attempt:
+            await self.dispatch.admission.begin_attempt(self.ticket, attempt)
         submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
         try:
             self._stream = engine.submit(submit)

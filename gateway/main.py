@@ -48,6 +48,7 @@ from gateway.spending import build_spending
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
 from gateway.work import Reader
+from tenants.alerts import AlertFold
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
@@ -55,6 +56,7 @@ from tenants.ledger import Ledger
 from tenants.secrets import Secrets
 from tenants.slo.sums import SloFold
 from tenants.staged_uploads import StagedUploads
+from tenants.wallet import WalletFold
 
 ENGINES_READY_S = 30.0
 OTHER_FILES = 512  # beside connections: stores, engines, blobs, uploads
@@ -91,7 +93,9 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         metrics.store_away.set_function(lambda: float(spending.limiter.is_away))
-        admission = await _started(stack, Admission(spending.limiter, directory.rate_card, spending.tickets))
+        admission = await _started(
+            stack, Admission(spending.limiter, spending.credit, directory.rate_card, spending.tickets)
+        )
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
@@ -125,7 +129,7 @@ def _settlement(
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds=(SloFold(metrics.count_slo), bookings), count_unbooked=count)
+    ledger = Ledger(folds=(SloFold(metrics.count_slo), WalletFold(), AlertFold(), bookings), count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 

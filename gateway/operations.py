@@ -16,6 +16,7 @@ from gateway.resources import (
     AdapterDetail,
     AdapterFile,
     CostResult,
+    CreditBody,
     Deleted,
     ErrorBody,
     Health,
@@ -255,6 +256,15 @@ _REPORTS = (
         answers=(ReportPage[CostResult],),
         parameters=(*_report(COSTS), *LABELS),
         refusals=KEYED,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/organization/credit",
+        name="getCredit",
+        summary="What is left of your prepaid credit",
+        answers=(CreditBody,),
+        parameters=LABELS,
+        refusals=(*KEYED, "not_found"),
     ),
 )
 

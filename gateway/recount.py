@@ -173,6 +173,14 @@ class Recount:
         await self.quota.renew([ticket.reservation for ticket in running if ticket.reservation.spend])
         await self.quota.announce_ended([ticket.spent() for ticket in ended if ticket.reservation.spend])
 
+    async def all_drained(self) -> bool:
+        """Whether no journal has a record that is not booked; returns when those that had are done. Raises EngineLost.
+        False: an engine is away, and nobody knows what it has."""
+        if not all(engine.connected for engine in self.engines()):
+            return False
+        await self._drained()
+        return True
+
     async def _drained(self) -> None:
         """Returns when every record that a connected engine has journaled by now is booked. What an absent one has is
         counted when it comes."""

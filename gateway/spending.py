@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from engine.client import EngineClient
 from gateway.bookings import Bookings
+from gateway.credit import Credit
 from gateway.limiter import Limiter
 from gateway.recount import Recount
 from gateway.settings import Settings
@@ -22,19 +23,21 @@ from tenants.quota import Quota
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """``limiter`` is asked before the work, ``bookings`` hears of each record, ``recount`` knows ``tickets``."""
+    """``limiter`` and ``credit`` are asked before the work, ``bookings`` hears of each record, ``recount`` knows what
+    ``tickets`` hold."""
 
     limiter: Limiter
+    credit: Credit
     bookings: Bookings
     recount: Recount
     tickets: Tickets
 
     async def start(self) -> None:
-        for part in (self.recount, self.limiter, self.bookings):
+        for part in (self.recount, self.limiter, self.credit, self.bookings):
             await part.start()
 
     async def close(self) -> None:
-        for part in (self.bookings, self.limiter, self.recount):
+        for part in (self.bookings, self.credit, self.limiter, self.recount):
             await part.close()
 
 
@@ -52,7 +55,7 @@ def build_spending(
     recount = Recount(_name(settings, index), quota, redis, database, directory, engines, tickets)
     share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
     limiter = Limiter(quota, share, recount, count_fallback)
-    return Spending(limiter, Bookings(limiter, directory), recount, tickets)
+    return Spending(limiter, Credit(database, recount), Bookings(limiter, directory), recount, tickets)
 
 
 def _name(settings: Settings, index: int) -> str:

@@ -30,6 +30,17 @@ class Ticket:
     kind: SettleKind = "void"
     refused_extension: bool = False
 
+    @property
+    def is_prepaid(self) -> bool:
+        return self.work.principal.budget.is_prepaid
+
+    @property
+    def bound_picousd(self) -> int:
+        """The most that it can cost with what it is granted now."""
+        output_tokens = self.work.total_choices * self.granted_tokens
+        model, flow_class = self.work.target.model.name, self.work.flow_class
+        return bound_picousd(self.card, model, flow_class, self.work.prompt_tokens, output_tokens)
+
     def price_of(self, output_tokens: int) -> int:
         """The most that so many further output tokens can cost."""
         return output_tokens * self.card.price("output_tokens", self.work.target.model.name, self.work.flow_class)

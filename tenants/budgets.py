@@ -39,8 +39,9 @@ class Spend:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a key and its tenant may spend a month; None = no limit. ``scoped`` are (kind, name, limit) of what the
-    key does with one base model or adapter. Stamps are those of the two rows' last change."""
+    """What a key and its tenant may spend: of prepaid credit or not, and in a month; None = no limit. ``scoped`` are
+    (kind, name, limit) of what the key does with one base model or adapter. Stamps are those of the two rows' last
+    change."""
 
     tenant_limit: int | None = None
     key_limit: int | None = None
@@ -49,6 +50,7 @@ class Budget:
     key_stamp: int = 0
     time_zone: str = "UTC"
     anchor_day: int = 1
+    is_prepaid: bool = False
 
     @property
     def is_limited(self) -> bool:

@@ -23,9 +23,11 @@ _BOUNDS = {  # limits that are never null
     "max_storage_bytes": (0, 1 << 50),
     "weight": (1, 1000),
 }
+_MAX_ALERTS = 10
 _MAX_SPEND = (1 << 63) - 1
 _CHOICES = {"max_class": CLASSES, "cache_policy": CACHE_POLICIES}
-TENANT_LIMITS = (*RATE_LIMITS, SPEND_LIMIT, *_BOUNDS, *_CHOICES)
+SPEND_ALERTS = "spend_alerts"
+TENANT_LIMITS = (*RATE_LIMITS, SPEND_LIMIT, SPEND_ALERTS, *_BOUNDS, *_CHOICES)
 KEY_LIMITS = (*RATE_LIMITS, SPEND_LIMIT)
 SCOPED_LIMITS = KEY_LIMITS
 MAX_SCOPED_LIMITS = 32  # of one key
@@ -44,6 +46,8 @@ def set_limits(row: Tenant | ApiKey, changes: Mapping[str, Any]) -> None:
             check_choice(field, value, _CHOICES[field])
         elif field in _BOUNDS:
             _check_integer(field, value, *_BOUNDS[field])
+        elif field == SPEND_ALERTS:
+            _check_alerts(value)
         else:
             _check_nullable(field, value)
         setattr(row, field, value)
@@ -111,6 +115,12 @@ def _check_nullable(field: str, value: Any) -> None:
         Limits(**{field: value})
     elif value is not None:
         _check_integer(field, value, 0, _MAX_SPEND)
+
+
+def _check_alerts(value: Any) -> None:
+    is_list = isinstance(value, list) and len(value) <= _MAX_ALERTS and all(type(each) is int for each in value)
+    if not is_list or any(not 1 <= each <= 100 for each in value) or sorted(set(value)) != value:
+        raise InvalidValue(SPEND_ALERTS, f"is a rising list of at most {_MAX_ALERTS} percentages from 1 to 100")
 
 
 def _check_integer(field: str, value: Any, smallest: int, largest: int) -> None:

@@ -12,8 +12,10 @@ from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+from tenants.tables.spending import SpendTotal
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
+from tenants.tables.wallets import Wallet, WalletGrant, WalletHold
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -46,11 +48,15 @@ __all__ = [
     "SloMinute",
     "SloObjective",
     "SloWatch",
+    "SpendTotal",
     "StringList",
     "Tenant",
     "UnbookedRecord",
     "UsageRollup",
     "UsageSeries",
+    "Wallet",
+    "WalletGrant",
+    "WalletHold",
     "WideInteger",
     "metadata",
 ]
