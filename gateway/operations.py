@@ -37,6 +37,7 @@ from gateway.schemas import (
     TextChoice,
 )
 from gateway.upload import CONFIG, FIELDS, FILES, WEIGHTS
+from gateway.webhooks.operations import WEBHOOKS
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -315,4 +316,4 @@ _OPEN = (
     ),
 )
 
-OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *_OPEN)
+OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *WEBHOOKS, *_OPEN)

@@ -25,7 +25,7 @@ from engine.sequence import Request
 from engine.sequence import Sequence as Choice
 from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit
-from ops.bench.random_model import random_adapter, random_config, random_weights
+from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
 NUM_ROWS = 8
 NUM_STEPS = 210
@@ -121,11 +121,12 @@ def sizes(num_slots: int, most_ranks: int = 16) -> EngineConfig:
 
 
 def make_runner(name: str, num_slots: int, *, has_graphs: bool = True) -> tuple[CudaRunner, dict[str, Tensor]]:
-    """A runner over random bf16 weights, slot i with a random adapter of seed i and of rank 4, 8, 16, in turn."""
+    """A runner over random bf16 weights (NAME-int8 and its like: of 8 bits) and the wide weights; slot i with a random
+    adapter of seed i and of rank 4, 8, 16, in turn."""
     device = torch.device("cuda")
     config = random_config(name)
-    weights = random_weights(config, device, torch.bfloat16)
-    runner = CudaRunner(Decoder(config, weights), sizes(num_slots), has_graphs=has_graphs)
+    stored, weights = of_8_bits(name, random_weights(config, device, torch.bfloat16))
+    runner = CudaRunner(Decoder(config, stored), sizes(num_slots), has_graphs=has_graphs)
     runner.warm()
     for slot in range(num_slots):
         runner.load_slot(slot, runner.prepare(adapter(config, slot)))
@@ -167,6 +168,14 @@ def check_logits_are_those_of_the_reference(
     assert mean < 0.3, f"mean |difference| of log-probabilities {mean}"
     assert same / total >= least_argmax, f"mean difference {mean}, argmax agrees in {same} of {total}"
     return {"mean_difference": mean, "argmax": same / total}
+
+
+def check_weights_of_8_bits_give_the_logits_of_the_wide_ones() -> dict[str, float]:
+    found = {}
+    for kind in ("int8", "fp8", "block"):
+        figures = check_logits_are_those_of_the_reference(f"tiny-{kind}")
+        found |= {f"{kind} {name}": value for name, value in figures.items()}
+    return found
 
 
 def check_replay_equals_launching_with_changing_adapters(name: str = "tiny") -> dict[str, float]:

@@ -3,7 +3,7 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
-from tenants.tables.events import Event
+from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.gateways import GatewayLease
 from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
@@ -57,6 +57,8 @@ __all__ = [
     "Wallet",
     "WalletGrant",
     "WalletHold",
+    "WebhookDelivery",
+    "WebhookEndpoint",
     "WideInteger",
     "metadata",
 ]

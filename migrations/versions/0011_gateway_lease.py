@@ -1,14 +1,14 @@
 """create the table of gateways that may hold reservations
 
 Revision ID: gateway_lease
-Revises: replica_time
+Revises: webhooks
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "gateway_lease"
-down_revision = "replica_time"
+down_revision = "webhooks"
 branch_labels = None
 depends_on = None
 

@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from alembic import op
 
 import tenants.tables
+from migrations.append_only import make_append_only, make_changeable
 
 revision = "wallet"
 down_revision = "gateway_lease"
@@ -22,6 +23,7 @@ def upgrade() -> None:
         op.add_column("tenant", column)
     _create_wallet()
     _create_wallet_hold()
+    make_append_only("wallet_grant")
     op.create_table(
         "spend_total",
         sa.Column("tenant_id", sa.String(length=28), nullable=False),
@@ -33,6 +35,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    make_changeable("wallet_grant")
     for table in ("spend_total", "wallet_hold", "wallet_grant", "wallet"):
         op.drop_table(table)
     for column in ("spend_alerts", "is_prepaid"):
