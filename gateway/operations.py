@@ -49,6 +49,7 @@ _RUNNING: Codes = (
     *("adapter_corrupt", "adapter_unavailable", "invalid_adapter"),
     *("idempotency_in_flight", "idempotency_mismatch"),
     *("engine_lost", "draining", "billing_unavailable"),
+    *("spend_limit_exceeded", "credit_balance_exhausted"),
 )
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────

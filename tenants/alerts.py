@@ -68,22 +68,15 @@ async def _alert_of_credit(session: AsyncSession, tenant: Tenant) -> None:
 
 
 async def _add(session: AsyncSession, tenant_id: str, window: Window, more: int) -> tuple[int, int]:
-    """(before, now) of the window's total. One that is older than its limit, or not there, is summed from the records:
-    those of this transaction are among them."""
+    """(before, now) of the window's total. One that is new, or older than its limit, is summed from the records: those
+    of this transaction are among them, those of another one that waits for this row are not."""
+    await insert_new(session, SpendTotal, ("tenant_id", "period", "stamp"), [(tenant_id, window.period.label, -1)])
     query = select(SpendTotal).where(SpendTotal.tenant_id == tenant_id, SpendTotal.period == window.period.label)
-    row = (await session.exec(query.with_for_update())).first()
-    if row is None:
-        total = await SpendRepository(session).spent(tenant_id, window)
-        first = (tenant_id, window.period.label, window.stamp, str(total))
-        if await insert_new(session, SpendTotal, ("tenant_id", "period", "stamp", "picousd"), [first]):
-            return 0, total
-        row = (await session.exec(query.with_for_update())).one()  # another writer was first: it has not seen ours
-    before = row.picousd
+    row = (await session.exec(query.with_for_update())).one()
+    before, row.picousd = row.picousd, row.picousd + more
     if row.stamp < window.stamp:
         before, row.stamp = 0, window.stamp
         row.picousd = await SpendRepository(session).spent(tenant_id, window)
-    else:
-        row.picousd = before + more
     session.add(row)
     await session.flush()
     return before, row.picousd

@@ -294,12 +294,12 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
 
 
 def _budget(key: ApiKey, tenant: Tenant) -> Budget:
-    scoped = (
+    scoped: list[tuple[ScopeKind, str, int]] = [
         (kind, row[kind], row[SPEND_LIMIT])
         for row in key.scoped_limits
         for kind in SCOPE_KINDS
         if kind in row and row.get(SPEND_LIMIT) is not None
-    )
+    ]
     return Budget(
         tenant_limit=tenant.spend_limit_picousd_per_month,
         key_limit=key.spend_limit_picousd_per_month,

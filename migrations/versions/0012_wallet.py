@@ -29,7 +29,7 @@ def upgrade() -> None:
         sa.Column("tenant_id", sa.String(length=28), nullable=False),
         sa.Column("period", sa.String(length=10), nullable=False),
         sa.Column("stamp", sa.BigInteger(), nullable=False),
-        sa.Column("picousd", tenants.tables.WideInteger(), nullable=False),
+        sa.Column("picousd", tenants.tables.WideInteger(), server_default="0", nullable=False),
         sa.PrimaryKeyConstraint("tenant_id", "period", name=op.f("pk_spend_total")),
     )
 

@@ -94,6 +94,7 @@ def test_a_rotated_key_lives_on_for_a_day_beside_its_successor(server: OpsServer
             "requests_per_minute": None,
             "tokens_per_minute": 5,
             "concurrent_requests": None,
+            "spend_limit_picousd_per_month": None,
         }
     ]
 
