@@ -24,6 +24,7 @@ from gateway.routes import (
     models,
     openapi,
     requests,
+    slo,
     usage,
     webhooks,
 )
@@ -45,6 +46,7 @@ def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
             *adapters.handlers,
             *requests.handlers,
             *usage.handlers,
+            *slo.handlers,
             *webhooks.handlers,
             *invoices.handlers,
             *credit.handlers,

@@ -1,14 +1,14 @@
 """create the table of gateways that may hold reservations
 
 Revision ID: gateway_lease
-Revises: webhooks
+Revises: adapter_hours
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "gateway_lease"
-down_revision = "webhooks"
+down_revision = "adapter_hours"
 branch_labels = None
 depends_on = None
 
