@@ -1,5 +1,6 @@
-"""The tests of this folder run in one child pytest with TRITON_INTERPRET=1, which Triton reads when it decorates a
-kernel; here each of them reports what it did there. The child can die (guard pages) without taking others along."""
+"""The tests of a file of this folder run in a child pytest with TRITON_INTERPRET=1, which Triton reads when it decorates
+a kernel; here each of them reports what it did there. The child can die (guard pages) without taking others along. One a
+file, since workers that share a run take whole files."""
 
 import json
 import os
@@ -44,8 +45,8 @@ def _fresh_memory_is_nan(monkeypatch):
 def pytest_pyfunc_call(pyfuncitem):
     if IN_CHILD:
         return None
-    if not _found:
-        _run_child(pyfuncitem.session, pyfuncitem.config)
+    if pyfuncitem.nodeid not in _found:
+        _run_child(pyfuncitem.path, pyfuncitem.session, pyfuncitem.config)
     outcome, text = _found[pyfuncitem.nodeid]
     if outcome == "skipped":
         pytest.skip(text)
@@ -63,8 +64,8 @@ def pytest_runtest_logreport(report):
         out.write(json.dumps([report.nodeid, report.outcome, text]) + "\n")
 
 
-def _run_child(session: pytest.Session, config: pytest.Config) -> None:
-    ids = [item.nodeid for item in session.items if _HERE in item.path.parents]
+def _run_child(path: Path, session: pytest.Session, config: pytest.Config) -> None:
+    ids = [item.nodeid for item in session.items if item.path == path]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ids]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
