@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tenants.limits import KEY_LIMITS, RATE_LIMITS, SCOPE_KINDS, TENANT_LIMITS
+from tenants.limits import KEY_LIMITS, SCOPE_KINDS, SCOPED_LIMITS, TENANT_LIMITS
 from tenants.pricing import RateCard
 from tenants.slo.objectives import PPM, Objective
 from tenants.tables import ApiKey, AuditEvent, OperatorKey, Tenant
@@ -44,7 +44,7 @@ def key_body(key: ApiKey) -> Body:
 
 def key_limits_body(key: ApiKey) -> Body:
     """``scoped``: those for one base model or one adapter."""
-    scoped = [{name: scope.get(name) for name in (*SCOPE_KINDS, *RATE_LIMITS)} for scope in key.scoped_limits]
+    scoped = [{name: scope.get(name) for name in (*SCOPE_KINDS, *SCOPED_LIMITS)} for scope in key.scoped_limits]
     return {**limits_of(key, KEY_LIMITS), "scoped": scoped}
 
 
