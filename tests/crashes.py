@@ -36,6 +36,7 @@ MIN_RUNNING = 8
 CONTEXT = 4096
 OPTIONS = ("--gateways", "2", "--block-size", "16", "--kv-blocks", "4096", "--context", str(CONTEXT), "--no-demo")
 RECOVERY_S = 60
+PLENTY_PICOUSD = 10**15
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Installation:
         """Raises AssertionError where something that was promised does not hold. ``quick``: shorter streams, whose
         callers leave after the kill; else every third one does."""
         began_s = time.monotonic()
-        key = self.served.new_tenant(f"round {number}", concurrent_requests=100, tokens_per_minute=10_000_000)
+        key = self._customer(number)
         lengths = [QUICK_LONG if quick else LONG] * NUM_LONG + [SHORT] * NUM_SHORT
         streams = [self._stream(f"crash-{number}-{n}", draw, *bounds) for n, bounds in enumerate(lengths)]
         for stream in streams:
@@ -134,6 +135,22 @@ class Installation:
         assert audit["ok"], json.dumps([found for found in audit["invariants"] if found["breaches"]], indent=1)
         self._check_sums(f"round {number}")
         return self._summary(number, victim, streams, num_running, time.monotonic() - began_s)
+
+    def _customer(self, number: int) -> str:
+        """The key of a tenant of the round's own: every second one is prepaid, the others have a spend limit."""
+        limits = {"concurrent_requests": 100, "tokens_per_minute": 10_000_000}
+        if number % 2:
+            return self.served.new_tenant(f"round {number}", **limits, spend_limit_picousd_per_month=PLENTY_PICOUSD)
+        key = self.served.new_tenant(f"round {number}", **limits)
+        with self.served.ops() as ops:
+            grant = {"amount_picousd": PLENTY_PICOUSD, "reference": f"payment {number}"}
+            answer = ops.post(f"/tenants/{self._tenant_id(f'round {number}')}/credit", json=grant)
+        assert answer.status_code in (200, 201), answer.text
+        return key
+
+    def _tenant_id(self, name: str) -> str:
+        with self.served.ops() as ops:
+            return next(each["id"] for each in ops.get("/tenants").json()["data"] if each["name"] == name)
 
     def audit(self) -> dict:
         arguments = ["audit", "--home", str(self.home), "--database-url", self.postgres.url(self.database), "--json"]
@@ -192,8 +209,8 @@ class Installation:
 
     def _check_sums(self, tenant: str) -> None:
         """Of the round's tenant: what was journaled, what the ledger has, and what its invoice says."""
+        tenant_id = self._tenant_id(tenant)
         with self.served.ops() as ops:
-            (tenant_id,) = (each["id"] for each in ops.get("/tenants").json()["data"] if each["name"] == tenant)
             order = {"tenant": tenant_id, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}
             invoice = ops.post("/invoices", json=order)
         assert invoice.status_code == 201, invoice.text
@@ -229,7 +246,9 @@ class Installation:
         for stream in streams:
             assert stream.ended
             assert stream.status in (0, 200), f"{stream.label}: {stream.status} {stream.text[:300]}"
-            assert stream.num_ends == (0 if stream.cut or stream.left else 1), f"{stream.label} of {victim}: {stream.text[-300:]}"
+            assert stream.num_ends == (0 if stream.cut or stream.left else 1), (
+                f"{stream.label} of {victim}: {stream.text[-300:]}"
+            )
             assert not stream.cut or victim in ("gateway", "supervisor"), f"{stream.label} was cut by a dead {victim}"
 
     def _summary(self, number: int, victim: str, streams: list[Stream], num_running: int, seconds: float) -> Round:
