@@ -6,6 +6,11 @@ from sqlmodel import Field, SQLModel
 from tenants.tables.types import MAX_NAME_LENGTH, Picousd
 
 NOT_SUMMED = "meter NOT IN ('input_uncached_tokens', 'input_cached_tokens', 'output_tokens', 'requests')"  # no rollups
+COSTLY = "outcome = 0 OR load_ns > 0"  # what cost more, or otherwise, than the rollups' GPU time says: few records
+
+
+def is_costly() -> TextClause:
+    return text(f"({COSTLY})")
 
 
 class RateCardVersion(SQLModel, table=True):
