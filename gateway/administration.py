@@ -47,13 +47,16 @@ def needs(scope: str) -> Callable[[ASGIConnection, BaseRouteHandler], None]:
     return guard
 
 
-async def change(request: Request, work: Callable[[AsyncSession], Awaitable[tuple[_T, Change]]]) -> _T:
-    """Does the work and writes what it changed into the audit log, both or neither; then tells every gateway."""
+async def change(request: Request, work: Callable[[AsyncSession], Awaitable[tuple[_T, Change | None]]]) -> _T:
+    """Does the work and writes what it changed into the audit log, both or neither; then tells every gateway. None:
+    there was nothing to do."""
     ops = request.app.state.ops
     async with ops.database.transaction() as session:
         result, what = await work(session)
-        await AuditLog(session).append(request.scope["state"]["actor"], what)
-    await announce(ops.redis)
+        if what is not None:
+            await AuditLog(session).append(request.scope["state"]["actor"], what)
+    if what is not None:
+        await announce(ops.redis)
     return result
 
 

@@ -117,7 +117,7 @@ async def open_stores(settings: Settings) -> OpsContext:
         directory = Directory(database, redis, secrets)
         await directory.start()
         on_failure.pop_all()
-    return OpsContext(database, redis, secrets, directory, BlobStore(settings.blobs))
+    return OpsContext(database, redis, secrets, directory, BlobStore(settings.blobs), settings.serve.issuer)
 
 
 def read_credentials(path: Path) -> Credentials:

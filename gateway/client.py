@@ -61,6 +61,17 @@ class Api:
         hint = " Is the key of this server?" if answer.status_code == 401 else ""
         raise ApiFailed(message + hint, answer.status_code)
 
+    def text(self, path: str) -> str:
+        """An answer that is a document. Raises ApiFailed with the server's own words."""
+        url = self._base_url + path
+        try:
+            answer = httpx.get(url, headers=self._headers, timeout=TIMEOUT_S, trust_env=False)
+        except httpx.TransportError as error:
+            raise ApiFailed(f"{url} did not answer ({error})") from error
+        if not answer.is_success:
+            raise ApiFailed(_object(answer).get("error", {}).get("message", ""), answer.status_code)
+        return answer.text
+
     def lines(self, path: str) -> Iterator[bytes]:
         """The lines of an answer as they come. Raises ApiFailed, also when it is cut off."""
         url = self._base_url + path

@@ -40,6 +40,8 @@ TABLE: dict[str | None, Row] = {
     "adapter_unavailable": Row(409, "conflict_error"),
     "limit_reached": Row(409, "conflict_error"),
     "last_administrator": Row(409, "conflict_error"),
+    "period_open": Row(409, "conflict_error"),
+    "unsound_invoice": Row(409, "conflict_error"),
     "idempotency_in_flight": Row(409, "conflict_error", retry_ms=1000),
     "payload_too_large": Row(413, INVALID),
     "unsupported_media_type": Row(415, INVALID),

@@ -116,6 +116,7 @@ def _answer(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
             "schema": {"type": "string", "description": _EVENTS},
             "x-event-schema": {"anyOf": [schemas.of(operation.chunk), schemas.of(ErrorBody)]},
         }
+    content |= {media_type: {"schema": {"type": "string"}} for media_type in operation.texts}
     return {"description": operation.summary, "headers": _headers(operation.headers), "content": content}
 
 

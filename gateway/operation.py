@@ -29,7 +29,8 @@ class Parameter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """``answers``: the kinds of body of ``status``; ``chunk``: an event's, where it can stream. ``content``: a body
-    that is no JSON. ``refusals``: codes of ``errors.TABLE``; ``refused_as``: bodies of a status that are no error."""
+    that is no JSON; ``texts``: media types in which the answer can be had as well. ``refusals``: codes of
+    ``errors.TABLE``; ``refused_as``: bodies of a status that are no error."""
 
     method: Method
     path: str
@@ -42,6 +43,7 @@ class Operation:
     parameters: tuple[Parameter, ...] = ()
     body: Any = None
     content: dict[str, Any] | None = None
+    texts: tuple[str, ...] = ()
     headers: dict[str, str] = field(default_factory=dict)
     refused_as: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     needs_key: bool = True

@@ -6,7 +6,9 @@ in pieces, or without end), so nothing of this can be taken from their signature
 
 from typing import Any
 
+from gateway.documents import CSV, HTML
 from gateway.errors import TABLE
+from gateway.invoice_bodies import InvoiceBody, InvoiceHead
 from gateway.operation import ANY, BODY, KEYED, LABELS, SECONDS, STRING, Codes, Operation, Parameter
 from gateway.report_query import COSTS, USAGE, Report
 from gateway.resources import (
@@ -256,6 +258,32 @@ _REPORTS = (
     ),
 )
 
+_INVOICES = (
+    Operation(
+        method="GET",
+        path="/v1/organization/invoices",
+        name="listInvoices",
+        summary="Your invoices, by number",
+        answers=(Listed[InvoiceHead],),
+        parameters=LABELS,
+        refusals=KEYED,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/organization/invoices/{invoice_id}",
+        name="getInvoice",
+        summary="An invoice with its lines",
+        answers=(InvoiceBody,),
+        texts=(CSV, HTML),
+        parameters=(
+            Parameter("invoice_id", "path", STRING, "As the list has it.", True),
+            Parameter("format", "query", {"enum": ["json", "csv", "html"]}, "`html` is a page to print."),
+            *LABELS,
+        ),
+        refusals=KEYED,
+    ),
+)
+
 _OPEN = (
     Operation(
         method="GET",
@@ -277,4 +305,4 @@ _OPEN = (
     ),
 )
 
-OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_OPEN)
+OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *_OPEN)

@@ -18,7 +18,15 @@ from gateway.routes.admin import admin_routes
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
-from tenants.errors import InvalidValue, LastAdministrator, NameTaken, NotFound, StoreUnavailable
+from tenants.errors import (
+    InvalidValue,
+    LastAdministrator,
+    NameTaken,
+    NotFound,
+    PeriodOpen,
+    StoreUnavailable,
+    UnsoundInvoice,
+)
 from tenants.secrets import Secrets
 
 log = logging.getLogger(__name__)
@@ -35,6 +43,7 @@ class OpsContext:
     secrets: Secrets
     directory: Directory
     blobs: BlobStore
+    issuer: str  # of invoices
 
     async def close(self) -> None:
         await self.directory.close()
@@ -94,6 +103,12 @@ def _as_api_error(error: Exception) -> ApiError:
             return ApiError(str(error), code="not_found")
         case NameTaken():
             return ApiError(str(error), code="name_taken", param="name")
+        case PeriodOpen():
+            return ApiError(str(error), code="period_open", param="period")
+        case UnsoundInvoice():
+            return ApiError(
+                "The invoice does not add up; it is not issued.", "unsound_invoice", reasons=tuple(error.breaches)
+            )
         case LastAdministrator():
             return ApiError(str(error), code="last_administrator")
         case StoreUnavailable():

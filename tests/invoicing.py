@@ -1,5 +1,6 @@
 """A tenant with prices and requests, for tests of what is invoiced."""
 
+import asyncio
 import random
 import uuid
 from datetime import datetime
@@ -85,3 +86,20 @@ async def issue(
 async def read(database: Database, invoice_id: str, tenant_id: str | None = None) -> Issued | None:
     async with database.session() as session:
         return await InvoiceRepository(session).get(invoice_id, tenant_id)
+
+
+def charge_on(database_url: str, tenant_id: str, finished_unix_ns: int) -> None:
+    """A request of a few dollars at the prices in force, in an installation's database."""
+
+    async def work() -> None:
+        database = Database(database_url)
+        await database.start()
+        try:
+            async with database.session() as session:
+                cards = await RateCardRepository(session).list_all()
+            in_force = [card for card in cards if card.effective_unix_ns <= finished_unix_ns - SECOND] or cards[:1]
+            await book(database, enormous(tenant_id, in_force[-1], finished_unix_ns))
+        finally:
+            await database.close()
+
+    asyncio.run(work())

@@ -55,6 +55,8 @@ NAMING: dict[tuple[str, str], Ask | None] = {
     ("GET", "/v1/requests/{request_id}"): lambda http, name: http.get(f"/requests/{name}"),
     ("GET", "/v1/organization/usage/completions"): None,
     ("GET", "/v1/organization/costs"): None,
+    ("GET", "/v1/organization/invoices"): None,
+    ("GET", "/v1/organization/invoices/{invoice_id}"): lambda http, name: http.get(f"/organization/invoices/{name}"),
     ("GET", "/health"): None,
     ("GET", "/v1/openapi.json"): None,
 }

@@ -18,6 +18,7 @@ from gateway.access import handlers_of
 from gateway.administration import needs
 from gateway.cli import main
 from gateway.ops_app import build_ops_app
+from tests.invoicing import charge_on
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 
@@ -46,7 +47,9 @@ def events(ops: httpx.Client) -> list[dict[str, Any]]:
 Make = Callable[[], str]
 
 
-def samples(tenant: Make, key: Make, operator: Make) -> dict[tuple[str, str], Callable[[], tuple[str, dict]]]:
+def samples(
+    tenant: Make, key: Make, operator: Make, invoice: Make
+) -> dict[tuple[str, str], Callable[[], tuple[str, dict]]]:
     """A request to every writing route: path below /admin/v1, and its body. A route without one fails the walk."""
     return {
         ("POST", "/tenants"): lambda: ("/tenants", {"name": f"made {tenant()}"}),
@@ -60,6 +63,11 @@ def samples(tenant: Make, key: Make, operator: Make) -> dict[tuple[str, str], Ca
         ("POST", "/operators"): lambda: ("/operators", {"name": "walked"}),
         ("POST", "/operators/{key_id}/rotate"): lambda: (f"/operators/{operator()}/rotate", {}),
         ("DELETE", "/operators/{key_id}"): lambda: (f"/operators/{operator()}", {}),
+        ("POST", "/invoices"): lambda: ("/invoices", {"tenant": tenant(), "period": "2026-01"}),
+        ("POST", "/invoices/{invoice_id}/credit-notes"): lambda: (
+            f"/invoices/{invoice()}/credit-notes",
+            {"reason": "walked"},
+        ),
         ("POST", "/rate-cards"): lambda: ("/rate-cards", {"effective_from": int(time.time()) + 1000}),
     }
 
@@ -69,7 +77,7 @@ def writing_routes(app) -> list[tuple[str, str]]:
     return [(method, path) for method, path in routes if method not in ("GET", "HEAD")]
 
 
-def routes_without_event(app, ops: httpx.Client) -> list[tuple[str, str]]:
+def routes_without_event(server: OpsServer, app, ops: httpx.Client) -> list[tuple[str, str]]:
     """Walks the app's own route table, each with an operator that may do all."""
     numbers = iter(range(1000))
 
@@ -84,7 +92,14 @@ def routes_without_event(app, ops: httpx.Client) -> list[tuple[str, str]]:
     def operator() -> str:
         return ops.post("/operators", json={"name": "o"}).json()["id"]
 
-    silent, known = [], samples(tenant, key, operator)
+    def invoice() -> str:
+        owner = tenant()
+        charge_on(server.settings.database_url, owner, time.time_ns())
+        return ops.post(
+            "/invoices", json={"tenant": owner, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}
+        ).json()["id"]
+
+    silent, known = [], samples(tenant, key, operator, invoice)
     for method, path in writing_routes(app):
         if (method, path) not in known:
             silent.append((method, path))
@@ -102,7 +117,7 @@ def test_every_writing_route_leaves_one_event(server: OpsServer, ops: httpx.Clie
     app = build_ops_app(server.context, server.fleet)
 
     assert len(writing_routes(app)) >= 11
-    assert routes_without_event(app, ops) == []
+    assert routes_without_event(server, app, ops) == []
 
 
 def test_a_planted_route_without_an_event_is_found(server: OpsServer, ops: httpx.Client) -> None:
@@ -114,7 +129,7 @@ def test_a_planted_route_without_an_event_is_found(server: OpsServer, ops: httpx
     app.register(planted)
 
     assert ("POST", "/planted") in writing_routes(app)
-    assert ("POST", "/planted") in routes_without_event(app, ops)
+    assert ("POST", "/planted") in routes_without_event(server, app, ops)
 
 
 def test_every_route_of_the_admin_api_wants_an_operators_key(server: OpsServer) -> None:

@@ -1,0 +1,99 @@
+"""/admin/v1/invoices: issue, show, give back. Nothing here is ever changed or taken away."""
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from litestar import Controller, Request, Response, get, post
+from litestar.datastructures import State
+from litestar.params import FromPath, JSONBody
+
+from gateway.administration import change, found, needs, session_of
+from gateway.bodies import Body, listed
+from gateway.documents import format_of
+from gateway.invoice_bodies import INVOICE_FORMATS, credit_note_body, invoice_answer, invoice_body, invoice_head
+from tenants.audit_log import Change
+from tenants.credit_notes import CreditNoteRepository
+from tenants.invoices import InvoiceRepository, Issued, Order
+
+
+class NewInvoice(msgspec.Struct, forbid_unknown_fields=True):
+    """``tenant``: its id. ``period``: YYYY-MM, or the day on which its month begins. ``force`` issues before the
+    month is over: what comes later goes to the next invoice."""
+
+    tenant: str
+    period: str
+    force: bool = False
+
+
+class CreditedLine(msgspec.Struct, forbid_unknown_fields=True):
+    line: int
+    amount_cents: Annotated[int, msgspec.Meta(gt=0, lt=1 << 62)]
+
+
+class NewCreditNote(msgspec.Struct, forbid_unknown_fields=True):
+    """Without ``lines``: all that is left of the invoice."""
+
+    reason: str
+    lines: list[CreditedLine] | None = None
+
+
+class Invoices(Controller):
+    path = "/invoices"
+
+    @get(guards=[needs("billing")])
+    async def list_all(self, request: Request, state: State) -> Body:
+        """By number; ``tenant_id`` picks one tenant's."""
+        async with session_of(state) as session:
+            every = await InvoiceRepository(session).list_all(request.query_params.get("tenant_id"))
+        return listed([msgspec.to_builtins(invoice_head(invoice)) for invoice in every])
+
+    @post(guards=[needs("admin")])
+    async def issue(self, request: Request, state: State, data: JSONBody[NewInvoice]) -> Response[Any]:
+        """201 with the month's invoice; 200 when it was issued before."""
+        order = Order(data.tenant, data.period, state.ops.issuer, time.time_ns(), data.force)
+
+        async def work(session) -> tuple[tuple[Issued, bool], Change | None]:
+            issued, is_new = await InvoiceRepository(session).issue(order)
+            body = msgspec.to_builtins(invoice_head(issued.invoice))
+            made = Change("invoice.issue", issued.invoice.invoice_id, None, body) if is_new else None
+            return (issued, is_new), made
+
+        issued, is_new = await change(request, work)
+        return Response(invoice_body(issued), status_code=201 if is_new else 200)
+
+    @get("/{invoice_id:str}", guards=[needs("billing")])
+    async def show(self, request: Request, state: State, invoice_id: FromPath[str]) -> Response[Any]:
+        """As ``format`` says: json, csv or html."""
+        wanted = format_of(request, *INVOICE_FORMATS)
+        async with session_of(state) as session:
+            issued = await _invoice(session, invoice_id)
+        return invoice_answer(issued, wanted)
+
+    @get("/{invoice_id:str}/credit-notes", guards=[needs("billing")])
+    async def credit_notes(self, state: State, invoice_id: FromPath[str]) -> Body:
+        async with session_of(state) as session:
+            await _invoice(session, invoice_id)
+            notes = CreditNoteRepository(session)
+            bodies = [
+                credit_note_body(note, await notes.lines(note.credit_note_id))
+                for note in await notes.list_of(invoice_id)
+            ]
+        return listed([msgspec.to_builtins(body) for body in bodies])
+
+    @post("/{invoice_id:str}/credit-notes", guards=[needs("admin")])
+    async def give_back(self, request: Request, invoice_id: FromPath[str], data: JSONBody[NewCreditNote]) -> Body:
+        """The tenant's next invoice takes it off."""
+        cents = None if data.lines is None else {line.line: line.amount_cents for line in data.lines}
+
+        async def work(session) -> tuple[Body, Change]:
+            notes = CreditNoteRepository(session)
+            note = await notes.issue(await _invoice(session, invoice_id), cents, data.reason, time.time_ns())
+            body = msgspec.to_builtins(credit_note_body(note, await notes.lines(note.credit_note_id)))
+            return body, Change("credit_note.issue", note.credit_note_id, None, body)
+
+        return await change(request, work)
+
+
+async def _invoice(session, invoice_id: str) -> Issued:
+    return found(await InvoiceRepository(session).get(invoice_id), f"no invoice {invoice_id}")
