@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpsContext:
-    """The stores that the admin API works on."""
+    """The stores that the admin API works on; what the operator says that an hour of a GPU costs, if anything."""
 
     database: Database
     redis: Redis

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
-from sqlalchemy import Table, and_, func
+from sqlalchemy import ColumnElement, Table, and_, func, literal, text
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.cover import cover
 from tenants.errors import InvalidValue
-from tenants.tables import ReplicaTime, RequestRecord, UsageRollup, UsageSeries
-from tenants.tables.ledger import is_costly
-from tenants.usage_sums import charged
+from tenants.money import exact_sum, total
+from tenants.rollups import SUMMED_METERS
+from tenants.tables import LedgerEntry, ReplicaTime, RequestRecord, UsageRollup, UsageSeries
+from tenants.tables.ledger import COSTLY, NOT_SUMMED
 
 Dimension: TypeAlias = Literal["tenant", "model", "adapter", "class"]
 Account: TypeAlias = Literal["load", "recompute", "lost", "idle", "overhead", "unsettled"]
@@ -36,6 +37,8 @@ _NS = 10**9
 _HOUR_NS = 3600 * _NS
 _TIMES = ("wall_ns", "attributed_ns", "load_ns", "recompute_ns", "lost_ns", "idle_ns", "overhead_ns")
 _series: Table = UsageSeries.__table__  # pyright: ignore[reportAttributeAccessIssue]
+_entries: Table = LedgerEntry.__table__  # pyright: ignore[reportAttributeAccessIssue]
+_records: Table = RequestRecord.__table__  # pyright: ignore[reportAttributeAccessIssue]
 _rollups: Table = UsageRollup.__table__  # pyright: ignore[reportAttributeAccessIssue]
 
 Key: TypeAlias = tuple[str, ...]  # base model, then values of the dimensions asked for
@@ -138,8 +141,8 @@ class _Model:
 async def margins(session: AsyncSession, query: MarginQuery) -> Margins:
     """From the rollups, the replicas' time records, and the few request records that rollups don't tell apart."""
     models: dict[str, _Model] = defaultdict(_Model)
-    await _add_prices(session, query, models)
-    await _add_times(session, query, models)
+    await _add_summed(session, query, models)
+    await _add_not_summed(session, query, models)
     await _add_costly(session, query, models)
     error_ratio, r_squared = await _add_replicas(session, query, models)
     accounts: Counter[Account] = Counter()
@@ -166,21 +169,16 @@ def _spread(unpaid_ns: int, groups: dict[Key, Taken]) -> int:
     return 0
 
 
-def _dimensions(query: MarginQuery) -> list[str]:
-    """A series' columns: the base model first, since unpaid time is a model's."""
-    return ["base_model", *(COLUMNS[name] for name in query.group_by)]
+def _keys(query: MarginQuery, table: Table) -> list[ColumnElement]:
+    """A key's columns: the base model first, since unpaid time is a model's. '' for what the table doesn't tell."""
+    names = ["base_model", *(COLUMNS[name] for name in query.group_by)]
+    columns = (table.c[name] if name in table.c else literal("") for name in names)
+    return [column.label(f"key_{number}") for number, column in enumerate(columns)]
 
 
-async def _add_prices(session: AsyncSession, query: MarginQuery, models: dict[str, _Model]) -> None:
-    names = _dimensions(query)
-    unique = list(dict.fromkeys(names))
-    found = await charged(session, [(query.start_s, query.end_s)], unique, lambda _: [])
-    for (_, values), charges in found.items():
-        key = tuple(values[unique.index(name)] for name in names)
-        models[key[0]].groups[key].price_picousd += sum(charges.amounts.values())
-
-
-async def _add_times(session: AsyncSession, query: MarginQuery, models: dict[str, _Model]) -> None:
+async def _add_summed(session: AsyncSession, query: MarginQuery, models: dict[str, _Model]) -> None:
+    keys = _keys(query, _series)
+    prices = [column for meter in SUMMED_METERS for column in _sums_of_limbs(meter)]
     for piece in cover(query.start_s, query.end_s):
         within = and_(
             _rollups.c.series_id == _series.c.series_id,
@@ -188,33 +186,45 @@ async def _add_times(session: AsyncSession, query: MarginQuery, models: dict[str
             _rollups.c.start_s >= piece.start_s,
             _rollups.c.start_s < piece.end_s,
         )
-        columns = [_series.c[name].label(f"key_{number}") for number, name in enumerate(_dimensions(query))]
-        joined = _series.join(_rollups, within)
-        sums = select(*columns, func.sum(_rollups.c.gpu_ns)).select_from(joined).group_by(*columns)
-        for *key, gpu_ns in (await session.exec(sums)).all():
-            models[key[0]].groups[tuple(key)].gpu_ns += int(gpu_ns)
+        sums = select(*keys, func.sum(_rollups.c.gpu_ns).label("gpu_ns"), *prices)
+        for row in (await session.exec(sums.select_from(_series.join(_rollups, within)).group_by(*keys))).all():
+            taken = _taken(row, keys, models)
+            taken.gpu_ns += int(row.gpu_ns)
+            taken.price_picousd += sum(total(row, meter) for meter in SUMMED_METERS)
+
+
+async def _add_not_summed(session: AsyncSession, query: MarginQuery, models: dict[str, _Model]) -> None:
+    """What adapters are charged for lying there."""
+    keys, when = _keys(query, _entries), _entries.c.occurred_unix_ns
+    sums = select(*keys, *exact_sum(_entries.c.amount_picousd, "amount")).group_by(*keys)
+    for row in (await session.exec(sums.where(text(NOT_SUMMED), *_within(query, when)))).all():
+        _taken(row, keys, models).price_picousd += total(row, "amount")
+
+
+def _sums_of_limbs(meter: str) -> Iterable[ColumnElement]:
+    names = (f"{meter}_quotient", f"{meter}_remainder")
+    return (func.sum(_rollups.c[name]).label(name) for name in names)
+
+
+def _taken(row: Any, keys: Sequence[ColumnElement], models: dict[str, _Model]) -> Taken:
+    key = tuple(row[: len(keys)])
+    return models[key[0]].groups[key]
 
 
 async def _add_costly(session: AsyncSession, query: MarginQuery, models: dict[str, _Model]) -> None:
     """Loads of adapters go to their groups; what lost requests took, which the rollups have, goes from there."""
-    columns = [
-        getattr(RequestRecord, name).label(f"key_{number}") for number, name in enumerate(_dimensions(query))
-    ]
-    lost = (col(RequestRecord.outcome) == 0).label("is_lost")
-    sums = (func.sum(RequestRecord.gpu_ns), func.sum(RequestRecord.load_ns))
-    found = (
-        select(*columns, lost, *sums)
-        .where(is_costly(), *_within(query, col(RequestRecord.finished_unix_ns)))
-        .group_by(*columns, lost)
-    )
-    for *key, is_lost, gpu_ns, load_ns in (await session.exec(found)).all():
-        model = models[key[0]]
-        group = model.groups[tuple(key)]
-        if is_lost:
-            group.gpu_ns -= int(gpu_ns)
-            model.lost_ns += int(gpu_ns)
+    keys = _keys(query, _records)
+    lost = (_records.c.outcome == 0).label("is_lost")
+    sums = (func.sum(_records.c[name]).label(name) for name in ("gpu_ns", "load_ns"))
+    found = select(*keys, lost, *sums).group_by(*keys, lost)
+    within = _within(query, _records.c.finished_unix_ns)
+    for row in (await session.exec(found.where(text(f"({COSTLY})"), *within))).all():
+        taken = _taken(row, keys, models)
+        if row.is_lost:
+            taken.gpu_ns -= int(row.gpu_ns)
+            models[row.key_0].lost_ns += int(row.gpu_ns)
         else:
-            group.load_ns += int(load_ns)
+            taken.load_ns += int(row.load_ns)
 
 
 async def _add_replicas(

@@ -6,11 +6,15 @@ import click
 
 from gateway.client import Api
 from gateway.commands.common import show, tenant_options
+from gateway.commands.cost import report_cost
 
 
 @click.group("report")
 def report() -> None:
-    """What a tenant used, with the tenant's own key."""
+    """What a tenant used, with the tenant's own key; what it cost, with an operator's."""
+
+
+report.add_command(report_cost)
 
 
 @report.command("usage")

@@ -9,10 +9,6 @@ NOT_SUMMED = "meter NOT IN ('input_uncached_tokens', 'input_cached_tokens', 'out
 COSTLY = "outcome = 0 OR load_ns > 0"  # what cost more, or otherwise, than the rollups' GPU time says: few records
 
 
-def is_costly() -> TextClause:
-    return text(f"({COSTLY})")
-
-
 class RateCardVersion(SQLModel, table=True):
     """An immutable version of the prices, in force from ``effective_unix_ns`` until a later one is."""
 
@@ -44,7 +40,10 @@ class RequestRecord(SQLModel, table=True):
     """
 
     __tablename__ = "request_record"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = (Index(None, "tenant_id", "finished_unix_ns"),)
+    __table_args__ = (
+        Index(None, "tenant_id", "finished_unix_ns"),
+        Index("ix_request_record_costly", "finished_unix_ns", sqlite_where=text(COSTLY), postgresql_where=text(COSTLY)),
+    )
 
     request_id: str = Field(primary_key=True, max_length=36)
     attempt: int = Field(primary_key=True, sa_type=BigInteger)

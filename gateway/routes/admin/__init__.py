@@ -7,6 +7,7 @@ audit event and is in force at every gateway within a second.
 from litestar import Router
 
 from gateway.routes.admin.audit import Audit
+from gateway.routes.admin.cost_report import CostReport
 from gateway.routes.admin.invoices import Invoices
 from gateway.routes.admin.keys import Keys, TenantKeys
 from gateway.routes.admin.machines import Machines
@@ -18,5 +19,5 @@ from gateway.routes.admin.tenants import Tenants
 
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
-    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices]
+    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, CostReport, RateCards, Invoices]
     return Router("/admin/v1", route_handlers=handlers)
