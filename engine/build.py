@@ -62,7 +62,7 @@ def build(options: Options) -> Built:
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     if device.type == "cpu":
         keep_freed_memory()
-    loaded = load_model(options.source, dtype)
+    loaded = load_model(options.source, dtype, keep_quantised=device.type == "cuda")
     model = Decoder(loaded.config, {name: tensor.to(device) for name, tensor in loaded.weights.items()})
     config = resolve_sizes(options, loaded.config, dtype, device)
     engine = Engine(config, make_runner(model, config))

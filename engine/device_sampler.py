@@ -4,17 +4,21 @@
 a function of (seed, output position) and therefore known before the logits are.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.sampler import constrain, is_filtered, is_greedy, uniform
+from engine.sampler import constrain, is_greedy, uniform
 from engine.sequence import Sequence
 from engine.wire import TokenLogprobs
+from kernels.sampling import Edits, SamplingRows, edit_logits, sample
 
 _NO_LOGIT = float("-inf")
+_BELOW_1 = 1.0 - 2.0**-24
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -38,15 +42,9 @@ class DeviceSampler:
         logits = logits.float()
         if any(self._is_adjusted(row) for row in rows):
             logits = self._adjusted(logits, rows)
-        tokens = greedy(logits)
-        plain = [index for index, row in enumerate(rows) if not (is_greedy(row.sampling) or is_filtered(row.sampling))]
-        other = [index for index, row in enumerate(rows) if not is_greedy(row.sampling) and is_filtered(row.sampling)]
-        for chosen, draw in ((plain, _draw_plain), (other, _draw_filtered)):
-            if chosen:
-                places = self._ints(chosen)
-                drawn = draw(logits.index_select(0, places), [rows[index] for index in chosen])
-                tokens.index_copy_(0, places, torch.where(drawn < 0, tokens.index_select(0, places), drawn))
-        return tokens
+        if all(is_greedy(row.sampling) for row in rows):
+            return greedy(logits)
+        return sample(logits, self._settings(rows))
 
     def _is_adjusted(self, row: Sequence) -> bool:
         return bool(row.sampling.logit_bias) or row.needs_history or row.num_output_tokens < row.sampling.min_tokens
@@ -54,96 +52,46 @@ class DeviceSampler:
     def _adjusted(self, logits: Tensor, rows: Rows[Sequence]) -> Tensor:
         """Bias, mask, penalties and the grammar's mask, in this order, in a copy."""
         logits = logits.clone()
-        self._add_biases(logits, rows)
-        self._mask_ends(logits, rows)
+        edits = [(index, *edit) for index, row in enumerate(rows) for edit in self._edits(row)]
+        if edits:
+            numbers, tokens, *values = zip(*edits, strict=True)
+            edit_logits(logits, Edits(self._ints(numbers), self._ints(tokens), *map(self._floats, values)))
         for index, row in enumerate(rows):
-            if row.needs_history:
-                self._penalise(logits[index], row)
             mask = row.matcher.mask() if row.matcher is not None else b""
             if mask:
                 constrain(logits[index], mask)
         return logits
 
-    def _add_biases(self, logits: Tensor, rows: Rows[Sequence]) -> None:
-        biases = [(index, *bias) for index, row in enumerate(rows) for bias in row.sampling.logit_bias.items()]
-        if biases:
-            places, tokens, values = zip(*biases, strict=True)
-            where = self._ints(places), self._ints(tokens)
-            logits[where] = logits[where] + self._floats(values)
-
-    def _mask_ends(self, logits: Tensor, rows: Rows[Sequence]) -> None:
-        masked = [
-            (index, token)
-            for index, row in enumerate(rows)
-            if row.num_output_tokens < row.sampling.min_tokens
-            for token in self._eos_token_ids + row.sampling.stop_token_ids
-        ]
-        if masked:
-            places, tokens = zip(*masked, strict=True)
-            logits.index_put_((self._ints(places), self._ints(tokens)), logits.new_tensor(_NO_LOGIT))
-
-    def _penalise(self, logits: Tensor, row: Sequence) -> None:
-        """One row [V], in place; all of its tokens are known (``Sequence.needs_history``)."""
+    def _edits(self, row: Sequence) -> Iterator[tuple[int, float, float, float]]:
+        """(token, what is added, repetition penalty, what is taken off), no token twice."""
         sampling = row.sampling
-        if sampling.repetition_penalty != 1.0:
-            seen = self._counts(logits, row.token_ids) > 0
-            penalised = torch.where(
-                logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
-            )
-            logits.copy_(torch.where(seen, penalised, logits))
-        if (sampling.frequency_penalty or sampling.presence_penalty) and row.num_output_tokens:
-            counts = self._counts(logits, row.output_ids)
-            penalty = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
-            logits.copy_(torch.where(counts > 0, logits - penalty, logits))
+        biases = dict(sampling.logit_bias)
+        if row.num_output_tokens < sampling.min_tokens:
+            biases |= dict.fromkeys(self._eos_token_ids + sampling.stop_token_ids, _NO_LOGIT)
+        seen = set(row.token_ids) if sampling.repetition_penalty != 1.0 else ()
+        counted = sampling.frequency_penalty or sampling.presence_penalty
+        counts = Counter(row.output_ids) if counted else Counter()
+        for token in {*biases, *seen, *counts}:
+            count = counts[token]
+            minus = count * sampling.frequency_penalty + (count > 0) * sampling.presence_penalty
+            yield token, biases.get(token, 0.0), sampling.repetition_penalty if token in seen else 1.0, minus
 
-    def _counts(self, logits: Tensor, ids: list[int]) -> Tensor:
-        """How often each token stands in ``ids``, [V] fp32: whole numbers, so that the order of adding is nothing."""
-        places = self._ints(ids)
-        ones = torch.ones(len(ids), dtype=torch.float32, device=logits.device)
-        return torch.zeros_like(logits).scatter_add_(0, places, ones)
+    def _settings(self, rows: Rows[Sequence]) -> SamplingRows:
+        settings = [row.sampling for row in rows]
+        numbers = (min(uniform(row.seed, row.num_output_tokens), _BELOW_1) for row in rows)  # fp32 may round up to 1
+        return SamplingRows(
+            self._floats([0.0 if is_greedy(one) else one.temperature for one in settings]),
+            self._ints([one.top_k for one in settings]).int(),
+            self._floats([one.top_p for one in settings]),
+            self._floats([one.min_p for one in settings]),
+            self._floats(list(numbers)),
+        )
 
     def _ints(self, numbers: Rows[int]) -> Tensor:
         return _sent(torch.tensor(numbers, dtype=torch.int64), self._device)
 
     def _floats(self, numbers: Rows[float]) -> Tensor:
         return _sent(torch.tensor(numbers, dtype=torch.float32), self._device)
-
-
-def _draw_plain(logits: Tensor, rows: Rows[Sequence]) -> Tensor:
-    """Rows with nothing but a temperature → ids [R], -1 where there is nothing to draw from."""
-    temperatures = _column([row.sampling.temperature for row in rows], torch.float32, logits.device)
-    return _pick((logits / temperatures).softmax(dim=-1), rows)
-
-
-def _draw_filtered(logits: Tensor, rows: Rows[Sequence]) -> Tensor:
-    """Rows by min-p, top-k and top-p, in this order → ids [R], -1 where there is nothing to draw from."""
-    device, num_ids = logits.device, logits.shape[1]
-    scaled = logits / _column([row.sampling.temperature for row in rows], torch.float32, device)
-    usable = scaled.amax(dim=-1).isfinite()
-    values, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    min_p = _column([row.sampling.min_p for row in rows], torch.float32, device)
-    top_k = _column([row.sampling.top_k or num_ids for row in rows], torch.int64, device)
-    top_p = _column([row.sampling.top_p for row in rows], torch.float64, device)
-    kept = (values >= values[:, :1] + min_p.log()) & (torch.arange(num_ids, device=device) < top_k)
-    probabilities = torch.where(kept, values, _NO_LOGIT).softmax(dim=-1)
-    before = probabilities.double().cumsum(dim=-1) - probabilities
-    # the shortest head whose sum reaches top_p: those before which it is not reached; the best always
-    in_head = (before < top_p) | (top_p >= 1.0)
-    in_head[:, 0] = True
-    picked = _pick(torch.where(in_head, probabilities, 0.0), rows)
-    found = ids.gather(1, picked.clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(usable & (picked >= 0), found, -1)
-
-
-def _pick(probabilities: Tensor, rows: Rows[Sequence]) -> Tensor:
-    """The index in each row [R, N] at which its own uniform number falls; -1 for a row without numbers."""
-    cumulative = probabilities.double().cumsum(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    numbers = [uniform(row.seed, row.num_output_tokens) for row in rows]
-    marks = total * _column(numbers, torch.float64, total.device)
-    last = torch.searchsorted(cumulative, total)  # the last with a probability: a mark may round up to the total
-    picked = torch.minimum(torch.searchsorted(cumulative, marks, right=True), last)
-    return torch.where(total.isfinite(), picked, -1).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -177,10 +125,6 @@ def to_host(values: Tensor) -> Tensor:
     """A copy in pinned memory that is complete when the device has come so far."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)
-
-
-def _column(numbers: list, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _sent(torch.tensor(numbers, dtype=dtype), device)[:, None]
 
 
 def _sent(host: Tensor, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Rows[Sequence]) -> list[Sampled]:
         """logits [R, V] fp32 (left unchanged), row r for ``rows[r]`` → (token id, log-probabilities if wanted).
 
-        A row with a NaN is drawn greedily from its other logits, the lowest id if there is none.
+        A NaN is no logit at all; a row whose highest logit is not finite gives that, the lowest id of equal ones.
         """
         tokens = self._choose(logits, rows)
         wanted = [index for index, row in enumerate(rows) if row.sampling.logprobs >= 0]
@@ -55,6 +55,8 @@ class Sampler:
             logits = logits.clone()
             for index in adjusted:
                 self._adjust(logits[index], rows[index])
+        if bool(logits.isnan().any()):
+            logits = logits.nan_to_num(nan=_NO_LOGIT, posinf=math.inf, neginf=_NO_LOGIT)
         tokens = _greedy(logits)
         drawn = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
         plain = [index for index in drawn if not is_filtered(rows[index].sampling)]
@@ -118,13 +120,9 @@ def _penalise_counts(logits: Tensor, output_ids: list[int], sampling: SamplingPa
 
 
 def _greedy(logits: Tensor) -> list[int]:
-    """The lowest id with the highest logit of each row; NaN counts as no logit at all."""
-    highest = logits.amax(dim=-1, keepdim=True)
-    if bool(highest.isnan().any()):  # amax gives NaN for a row that holds one
-        logits = logits.nan_to_num(nan=_NO_LOGIT, posinf=math.inf, neginf=_NO_LOGIT)
-        highest = logits.amax(dim=-1, keepdim=True)
+    """The lowest id with the highest logit of each row, none of them NaN."""
     # argmax alone doesn't promise which of several maxima it returns
-    return (logits == highest).to(torch.uint8).argmax(dim=-1).tolist()
+    return (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1).tolist()
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
@@ -146,7 +144,8 @@ def _draw_plain(logits: Tensor, rows: Rows[Sequence]) -> list[int | None]:
 
 
 def _draw_filtered(logits: Tensor, row: Sequence) -> int | None:
-    """A row [V] by min-p, top-k and top-p, in this order; None when there is nothing to draw from."""
+    """A row [V] by min-p, top-k and top-p, in this order; what is left is drawn from in the order of ids. None when
+    there is nothing to draw from."""
     scaled = logits / row.sampling.temperature
     if not math.isfinite(float(scaled.amax())):
         return None
@@ -155,6 +154,9 @@ def _draw_filtered(logits: Tensor, row: Sequence) -> int | None:
     if row.sampling.top_p < 1.0:
         nucleus = _nucleus(probabilities, row.sampling.top_p)
         ids, probabilities = nucleus if ids is None else ids[nucleus], probabilities[nucleus]
+    if ids is not None:
+        ids, order = ids.sort()
+        probabilities = probabilities[order]
     (picked,) = _pick(probabilities[None], [row])
     return picked if picked is None or ids is None else int(ids[picked])
 

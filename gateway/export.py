@@ -9,8 +9,22 @@ from sqlmodel import col, select
 
 from gateway.bodies import Body, key_body, tenant_body
 from gateway.ledger_view import entry_body
+from gateway.webhooks.resources import webhook_facts
 from tenants.database import Database
-from tenants.tables import AdapterAlias, AdapterVersion, ApiKey, LedgerEntry, RequestRecord, Tenant
+from tenants.tables import (
+    AdapterAlias,
+    AdapterVersion,
+    ApiKey,
+    Event,
+    LedgerEntry,
+    RefusalMinute,
+    RequestRecord,
+    SloIncident,
+    SloMinute,
+    SloObjective,
+    Tenant,
+    WebhookEndpoint,
+)
 
 PAGE_ROWS = 500
 
@@ -19,12 +33,19 @@ def _columns(kind: str) -> Callable[[Any], Body]:
     return lambda row: {"object": kind, **row.model_dump()}
 
 
+_MINUTE = ("minute_s", "model", "flow_class")
 _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # table, its key, how a row is shown
     (ApiKey, ("key_id",), key_body),
     (AdapterVersion, ("adapter_version_id",), _columns("adapter_version")),
     (AdapterAlias, ("name",), _columns("adapter_alias")),
+    (WebhookEndpoint, ("endpoint_id",), lambda row: {"object": "webhook", **webhook_facts(row)}),
+    (Event, ("event_id",), _columns("event")),
     (RequestRecord, ("request_id", "attempt"), _columns("request_record")),
     (LedgerEntry, ("entry_id",), entry_body),
+    (SloObjective, ("version_id",), _columns("slo_objective")),
+    (SloIncident, ("incident_id",), _columns("slo_incident")),
+    (SloMinute, (*_MINUTE, "sli", "version_id"), _columns("slo_minute")),
+    (RefusalMinute, (*_MINUTE, "base_model", "status", "reason", "process_id"), _columns("refusal_minute")),
 )
 
 

@@ -44,6 +44,7 @@ class OpsContext:
     directory: Directory
     blobs: BlobStore
     issuer: str  # of invoices
+    gpu_hour_picousd: int | None  # what an hour of a GPU costs the operator, if that is known
 
     async def close(self) -> None:
         await self.directory.close()

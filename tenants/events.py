@@ -7,15 +7,18 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+from sqlalchemy import func
+from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
+from tenants.errors import LimitExceeded, NotFound
 from tenants.stamps import new_id
 from tenants.tables import Event
 
-KINDS = (
+Kind: TypeAlias = Literal[
     "budget.alert",
     "credit.low",
     "invoice.issued",
@@ -24,9 +27,12 @@ KINDS = (
     "adapter.corrupt",
     "slo.burn",
     "slo.recovered",
-)
+]
+KINDS: tuple[str, ...] = get_args(Kind)
 TEST_KIND = "webhook.test"  # for one endpoint, when its owner asks
 MAX_DATA_BYTES = 16 << 10
+MAX_TESTS_PER_MINUTE = 20  # of a tenant
+_MINUTE_NS = 60 * 10**9
 _COLUMNS = ("event_id", "tenant_id", "kind", "data", "endpoint_id", "occurred_unix_ns")
 
 
@@ -38,7 +44,11 @@ async def emit(session: AsyncSession, tenant_id: str, kind: str, data: Mapping[s
 
 
 async def emit_test(session: AsyncSession, tenant_id: str, endpoint_id: str) -> str:
-    """Writes an event that only this endpoint is told of; its id."""
+    """Writes an event that only this endpoint is told of; its id. Raises LimitExceeded after many in a minute."""
+    since = col(Event.occurred_unix_ns) > time.time_ns() - _MINUTE_NS
+    lately = select(func.count()).where(Event.tenant_id == tenant_id, Event.kind == TEST_KIND, since)
+    if (await session.exec(lately)).one() >= MAX_TESTS_PER_MINUTE:
+        raise LimitExceeded("webhook tests per minute", MAX_TESTS_PER_MINUTE)
     event_id = new_id("evt")
     await _write(session, event_id, tenant_id, TEST_KIND, {"endpoint_id": endpoint_id}, endpoint_id)
     return event_id
@@ -57,3 +67,23 @@ def _id_of(tenant_id: str, kind: str, once: str) -> str:
     fields = (field.encode("utf-8", "surrogatepass") for field in (tenant_id, kind, once))
     message = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
     return f"evt_{hashlib.sha256(message).hexdigest()[:24]}"
+
+
+class EventRepository:
+    """A tenant's events as it reads them."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def number_of(self, tenant_id: str, event_id: str) -> int:
+        """Of a told event. Raises NotFound."""
+        query = select(Event.number).where(Event.tenant_id == tenant_id, Event.event_id == event_id)
+        number = (await self._session.exec(query)).first()
+        if number is None:
+            raise NotFound(f"no event {event_id}")
+        return number
+
+    async def page(self, tenant_id: str, after: int, limit: int) -> list[Event]:
+        """At most ``limit`` told events with a higher number, in their order."""
+        query = select(Event).where(Event.tenant_id == tenant_id, col(Event.number) > after)
+        return list((await self._session.exec(query.order_by(col(Event.number)).limit(limit))).all())

@@ -2,14 +2,14 @@
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import insert_telling
+from tenants.bulk import insert_new, insert_telling
 from tenants.errors import InvalidRecord
 from tenants.meter import RequestContext
 from tenants.postings import number_postings
@@ -75,7 +75,8 @@ class SettledRequest:
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """A record that was new in this batch, with those of its charges that were."""
+    """A record that was new in this batch. ``charges`` is empty where it is not billed, or another dispatch of the
+    request was."""
 
     request: SettledRequest
     charges: tuple[Charge, ...]
@@ -109,9 +110,8 @@ class Ledger:
         records = [_record_row(bill) for bill in bills]
         new_records = await insert_telling(session, RequestRecord, _RECORD, records, ("request_id", "attempt"))
         bills = [bill for bill in bills if _record_id(bill.request) in new_records]
-        entries = sorted((row for bill in bills for row in _entry_rows(bill)), key=_entry_key)
-        new_entries = await insert_telling(session, LedgerEntry, _ENTRY, entries, ("entry_id",))
-        booked = [_booked(bill, new_entries) for bill in bills]
+        charged = await _charge(session, bills)
+        booked = [Booked(bill.request, bill.charges if _record_id(bill.request) in charged else ()) for bill in bills]
         await add_booked(session, booked)
         for fold in self._folds:
             await fold.fold(session, booked)
@@ -133,31 +133,37 @@ def entry_id(request_id: str, meter: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bill:
-    """``charges`` are a record's own; ``entries``: those of them, by entry id, that no record before it has."""
-
     request: SettledRequest
-    charges: Sequence[Charge]
-    entries: Mapping[str, Charge]
+    charges: tuple[Charge, ...]
 
 
 def _bills(settled: Sequence[SettledRequest], cards: Mapping[str, RateCard]) -> list[_Bill]:
     """One a record, in key order: two gateways never wait for each other in a circle."""
-    bills: list[_Bill] = []
-    taken: set[str] = set()
-    for _, request in sorted({_record_id(request): request for request in settled}.items(), key=itemgetter(0)):
-        billed = _charges(request, cards)
-        named = {entry_id(request.context.request_id, charge.meter): charge for charge in billed}
-        bills.append(_Bill(request, billed, {name: charge for name, charge in named.items() if name not in taken}))
-        taken.update(named)
-    return bills
+    unique = {_record_id(request): request for request in settled}
+    return [_Bill(unique[key], tuple(_charges(unique[key], cards))) for key in sorted(unique)]
+
+
+async def _charge(session: AsyncSession, bills: Sequence[_Bill]) -> set[tuple[str, int]]:
+    """Writes the entries of each request's first bill; the records whose they are. The entry of the meter ``requests``,
+    which every bill has, says which was first."""
+    first: dict[str, _Bill] = {}
+    for bill in bills:
+        if bill.charges:
+            first.setdefault(entry_id(bill.request.context.request_id, "requests"), bill)
+    marks = [_entry_row(name, bill, bill.charges[-1]) for name, bill in sorted(first.items(), key=_entry_key)]
+    new = await insert_telling(session, LedgerEntry, _ENTRY, marks, ("entry_id",))
+    charged = [bill for name, bill in first.items() if (name,) in new]
+    rest = [
+        _entry_row(entry_id(bill.request.context.request_id, charge.meter), bill, charge)
+        for bill in charged
+        for charge in bill.charges[:-1]
+    ]
+    await insert_new(session, LedgerEntry, _ENTRY, sorted(rest, key=_entry_key))
+    return {_record_id(bill.request) for bill in charged}
 
 
 def _record_id(request: SettledRequest) -> tuple[str, int]:
     return request.context.request_id, request.context.attempt
-
-
-def _booked(bill: _Bill, new_entries: set[tuple]) -> Booked:
-    return Booked(bill.request, tuple(charge for name, charge in bill.entries.items() if (name,) in new_entries))
 
 
 def _is_unpriced(request: SettledRequest, cards: Mapping[str, RateCard]) -> bool:
@@ -179,10 +185,9 @@ def _record_row(bill: _Bill) -> tuple:
     return (*_of_context(request.context), *_copied(request), is_one, price)
 
 
-def _entry_rows(bill: _Bill) -> Iterator[tuple]:
-    when, shared = bill.request.finished_unix_ns, _shared(bill.request.context)
-    for name, charge in bill.entries.items():
-        yield (name, charge.meter, charge.quantity, charge.unit_price_picousd, charge.amount_picousd, when, *shared)
+def _entry_row(name: str, bill: _Bill, charge: Charge) -> tuple:
+    amounts = (charge.quantity, charge.unit_price_picousd, charge.amount_picousd)
+    return (name, charge.meter, *amounts, bill.request.finished_unix_ns, *_shared(bill.request.context))
 
 
 async def _with_missing_cards(

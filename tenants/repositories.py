@@ -33,10 +33,13 @@ from tenants.tables import (
     AdapterAlias,
     AdapterVersion,
     ApiKey,
+    Event,
     IdempotentRequest,
     RateCardItem,
     RateCardVersion,
     Tenant,
+    WebhookDelivery,
+    WebhookEndpoint,
 )
 from tenants.usage_query import UsageBucket, UsageQuery, UsageRow
 from tenants.usage_repository import UsageRepository
@@ -61,10 +64,11 @@ __all__ = [
 ]
 
 _ID_PREFIX = "ten_"
+_OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint, Event)
 
 
 class TenantRepository:
-    """Tenants that are there. A deleted one is absent from every read but ``ever_was`` and ``changed_since``."""
+    """Tenants that are there. A deleted one is absent from every read but those that say so."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
@@ -86,7 +90,11 @@ class TenantRepository:
 
     async def ever_was(self, tenant_id: str) -> bool:
         """Also of a deleted one, whose ledger stays."""
-        return await self._session.get(Tenant, tenant_id) is not None
+        return await self.even_deleted(tenant_id) is not None
+
+    async def even_deleted(self, tenant_id: str) -> Tenant | None:
+        """A deleted one has no name."""
+        return await self._session.get(Tenant, tenant_id)
 
     async def by_name(self, name: str) -> Tenant | None:
         return (await self._session.exec(select(Tenant).where(Tenant.name == name))).first()
@@ -122,14 +130,14 @@ class TenantRepository:
         return tenant if tenant.name == name else await self._named(tenant, name)
 
     async def delete(self, tenant_id: str) -> list[str]:
-        """Takes its keys, adapters and name away for ever; the hashes of the files that are now nobody's.
+        """Takes its keys, adapters, webhooks and name away for ever; the hashes of the files that are now nobody's.
 
         Records and ledger entries stay for the books, and so does the bare row that they name. Raises NotFound.
         """
         tenant = await self._change(tenant_id, _bury)
         versions = select(AdapterVersion.sha256).where(AdapterVersion.tenant_id == tenant_id)
         orphans = sorted(set((await self._session.exec(versions)).all()))
-        for table in (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest):
+        for table in _OWN:
             await self._session.exec(delete(table).where(col(table.tenant_id) == tenant.tenant_id))
         return orphans
 

@@ -10,6 +10,7 @@ from typing import Any
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+SCALE = "_scale"  # behind the name of a weight of 8 bits: its scales, fp32, as QuantisedWeight has them
 
 
 class UnsupportedConfig(ValueError):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.models.attention import Attention, KVCache, WholeNorms, inverse_frequencies
-from engine.models.config import ModelConfig
+from engine.models.config import SCALE, ModelConfig
 from engine.models.linear import Linear, LoraStep
 from engine.models.lora_slots import LoraSlots
 from engine.models.mlp import GatedMlp
@@ -48,7 +48,8 @@ class Parts:
 def _fused(weights: Weights, layer: int, parent: str, modules: tuple[str, ...]) -> Linear:
     names = [f"model.layers.{layer}.{parent}.{module}" for module in modules]
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-    return Linear(layer, modules, [weights[f"{name}.weight"] for name in names], biases)
+    scales = [weights[f"{name}.weight{SCALE}"] for name in names if f"{name}.weight{SCALE}" in weights]
+    return Linear(layer, modules, [weights[f"{name}.weight"] for name in names], biases, scales)
 
 
 def _attention(config: ModelConfig, weights: Weights, layer: int, **norms: Any) -> Attention:
@@ -115,7 +116,8 @@ class Layer:
 class Decoder:
     """A Llama-like decoder on one device.
 
-    ``weights`` go by Hugging Face's names, all of one dtype. What is fused or packed is copied, the rest (the
+    ``weights`` go by Hugging Face's names, all of one dtype but those of 8 bits, whose scales stand under their names
+    with SCALE. What is fused or packed is copied, the rest (the
     embedding, norms) is kept by reference; none is ever written. A missing weight is a KeyError.
     """
 

@@ -1,12 +1,15 @@
 """The decoder's linears: a base weight of one or several fused modules, and the adapters on top of it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.models.lora_slots import LoraSlots
 from kernels.linear import LinearWeight, linear
+from kernels.quantised_linear import QuantisedWeight, quantised_linear
 from kernels.sgmv import LoraSlice, SgmvPlan, sgmv
 
 
@@ -26,18 +29,33 @@ class LoraStep:
 
 
 class Linear:
-    """One or several modules with the same input, fused into one product, and their adapters."""
+    """One or several modules with the same input, fused into one product, and their adapters. With ``scales`` their
+    weights are of 8 bits; adapters see the input as it is in either case."""
 
-    def __init__(self, layer: int, modules: tuple[str, ...], weights: list[Tensor], biases: list[Tensor]) -> None:
+    def __init__(
+        self,
+        layer: int,
+        modules: tuple[str, ...],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        scales: Sequence[Tensor] = (),
+    ) -> None:
         self.layer = layer
         self.modules = modules
-        self.weight = LinearWeight(torch.cat(weights), torch.cat(biases) if biases else None)
+        bias = torch.cat(biases) if biases else None
+        self._multiply: Callable[[Tensor], Tensor]
+        if scales:
+            self._multiply = partial(
+                quantised_linear, weight=QuantisedWeight(torch.cat(weights), torch.cat(list(scales)), bias)
+            )
+        else:
+            self._multiply = partial(linear, weight=LinearWeight(torch.cat(weights), bias))
         self.num_calls = 0
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
         """x [T, in] → [T, out of all modules]."""
         self.num_calls += 1
-        y = linear(x, self.weight)
+        y = self._multiply(x)
         if lora.plan is not None:
             slices = lora.slices(self.layer, self.modules)
             if slices:

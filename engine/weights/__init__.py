@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from engine.models.config import ATTENTION_MODULES, ModelConfig, UnsupportedConfig, from_hf, module_sizes
-from engine.weights import experts, gguf_model, safetensors, upcycle
+from engine.models.config import ATTENTION_MODULES, SCALE, ModelConfig, UnsupportedConfig, from_hf, module_sizes
+from engine.weights import experts, gguf_model, quantised, safetensors, upcycle
 from engine.weights.errors import CorruptAdapter, UnsupportedModel
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import card_from_gguf
@@ -21,7 +21,8 @@ __all__ = ["CorruptAdapter", "LoadedModel", "UnsupportedModel", "load_model"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """``weights`` by Hugging Face name, each cast; ``revision`` is the hex SHA-256 of what they came from."""
+    """``weights`` by Hugging Face name, each cast, or of 8 bits with its scales under its name and SCALE; ``revision``
+    is the hex SHA-256 of what they came from."""
 
     config: ModelConfig
     weights: dict[str, torch.Tensor]
@@ -29,16 +30,17 @@ class LoadedModel:
     revision: str
 
 
-def load_model(source: str | Path, dtype: torch.dtype) -> LoadedModel:
+def load_model(source: str | Path, dtype: torch.dtype, *, keep_quantised: bool = False) -> LoadedModel:
     """Reads a ``.gguf`` file, a Hugging Face directory, or ``upcycle:`` and one of these with options (upcycle.py).
 
-    Raises UnsupportedModel, which names what is at fault.
+    ``keep_quantised``: weights of 8 bits that the decoder multiplies as they are stay so; otherwise, and in all other
+    places, they are multiplied out to ``dtype``. Raises UnsupportedModel, which names what is at fault.
     """
     if str(source).startswith(upcycle.SCHEME):
         return _load_upcycled(str(source), dtype)
     path = Path(source)
     if path.is_dir():
-        return _load_directory(path, dtype)
+        return _load_directory(path, dtype, keep_quantised)
     if path.is_file():
         return _load_gguf(path, dtype)
     raise UnsupportedModel(f"{path} is neither a file nor a directory")
@@ -68,10 +70,14 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
         return LoadedModel(config, _complete(config, weights), tokenizer, revision.result())
 
 
-def _load_directory(directory: Path, dtype: torch.dtype) -> LoadedModel:
-    config = _named(lambda: from_hf(safetensors.hf_config(directory)))
+def _load_directory(directory: Path, dtype: torch.dtype, keep_quantised: bool) -> LoadedModel:
+    said = safetensors.hf_config(directory)
+    layout = quantised.layout_of(said)
+    config = _named(lambda: from_hf(said))
     paths = safetensors.shard_paths(directory)
-    weights = safetensors.read_weights(paths, dtype)
+    weights = safetensors.read_weights(paths, dtype, layout)
+    if layout is not None:
+        quantised.settle(weights, layout, dtype, keep=keep_quantised)
     tokenizer = card_from_directory(directory)
     revision = _digest_files([directory / "config.json", *paths])
     return LoadedModel(config, _complete(config, weights), tokenizer, revision)
@@ -100,7 +106,8 @@ def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str
         weights.pop("lm_head.weight", None)
     experts.fuse(config, weights)
     expected = expected_shapes(config)
-    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    scales = {name for name in weights if name.endswith(SCALE)}
+    missing, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys() - scales
     if missing:
         raise UnsupportedModel(f"the model lacks {_first(missing)}")
     if unknown:

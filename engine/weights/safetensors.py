@@ -8,6 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.weights.errors import UnsupportedModel, read_json
+from engine.weights.quantised import OF_ACTIVATIONS, Layout
+from kernels.quantised_linear import KINDS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -19,14 +21,12 @@ _DERIVED = (".rotary_emb.inv_freq",)  # written by old versions; follows from th
 def hf_config(directory: Path) -> dict[str, Any]:
     """``config.json`` as a dict, its end tokens joined by those of ``generation_config.json``.
 
-    Raises UnsupportedModel when it is missing, or the weights are quantized.
+    Raises UnsupportedModel when it is missing.
     """
     path = directory / "config.json"
     if not path.is_file():
         raise UnsupportedModel(f"{directory.name}: config.json is missing")
     config = read_json(path)
-    if config.get("quantization_config"):
-        raise UnsupportedModel(f"{directory.name}: quantization_config")
     generation = directory / "generation_config.json"
     more = read_json(generation) if generation.is_file() else {}
     config["eos_token_id"] = sorted(_ids(config.get("eos_token_id")) | _ids(more.get("eos_token_id")))
@@ -53,25 +53,29 @@ def shard_paths(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(names)]
 
 
-def read_weights(paths: list[Path], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors in ``dtype``. Raises UnsupportedModel for a dtype that is no float, or a name in two files."""
+def read_weights(paths: list[Path], dtype: torch.dtype, layout: Layout | None = None) -> dict[str, torch.Tensor]:
+    """All tensors in ``dtype``, or as ``layout`` has them. Raises UnsupportedModel for a dtype that is no float and not
+    the layout's, or a name in two files."""
     weights: dict[str, torch.Tensor] = {}
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    if name.endswith(_DERIVED):
+                    if name.endswith(_DERIVED if layout is None else _DERIVED + OF_ACTIVATIONS):
                         continue
                     if name in weights:
                         raise UnsupportedModel(f"{path.name}: {name} is in two files")
-                    weights[name] = _cast(name, file.get_tensor(name), dtype)
+                    weights[name] = _cast(name, file.get_tensor(name), dtype, layout)
         except SafetensorError as error:
             raise UnsupportedModel(f"{path.name}: {error}") from error
     return weights
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype, layout: Layout | None) -> torch.Tensor:
+    if layout is not None and tensor.dtype in KINDS:
+        return tensor.clone()
     if tensor.dtype not in _FLOATS:
         raise UnsupportedModel(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}")
     # never a view of the mapped file: the file may change, and the pages would count twice
-    return tensor.to(dtype, copy=True)
+    is_scale = layout is not None and name.endswith(layout.suffix)
+    return tensor.to(torch.float32 if is_scale else dtype, copy=True)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels.quantised_linear import reference
+from kernels.quantised_linear.reference import BLOCK, dequantised
 from kernels.timing import timed
 
-__all__ = ["KINDS", "QuantisedWeight", "quantised_linear"]
+__all__ = ["BLOCK", "KINDS", "QuantisedWeight", "dequantised", "quantised_linear"]
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
 
@@ -36,7 +37,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     """x [T, in] fp32 or bf16 → [T, out] in x's dtype, accumulated in fp32. On a CPU a row's bits depend on that row
     and the weight only; on a GPU also on which row of the tile table T falls into."""
     size_out, size_in = weight.data.shape
-    blocks = (-(-size_out // reference.BLOCK), -(-size_in // reference.BLOCK))
+    blocks = (-(-size_out // BLOCK), -(-size_in // BLOCK))
     assert weight.data.dtype in KINDS, weight.data.dtype
     assert x.shape[1] == size_in, (x.shape, weight.data.shape)
     assert weight.scales.shape == (blocks if weight.is_blocked else (size_out,)), (

@@ -1,6 +1,9 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
-"""A program multiplies BLOCK_N rows of the weight, over all of ``in``, with up to BLOCK_M rows of x: weights are read
-once, widened in registers, and scaled after the product: a channel's scale at the end, a block's after its block."""
+"""A program multiplies BLOCK_N rows of the weight, over a part of ``in``, with up to BLOCK_M rows of x: weights are
+read once, widened in registers, and scaled after the product: a channel's scale at the end, a block's after its block.
+
+With few columns there are more parts than one, so that all of the GPU reads: their sums are stored, and added in their
+order by a second launch."""
 
 import torch
 import triton
@@ -15,7 +18,17 @@ MAX_ROWS = 256  # above it the products are worth a weight multiplied out once
 
 
 @triton.jit
-def _quantised_linear(
+def _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """b_sum [BLOCK_N, BLOCK_M], the whole product: a channel's scale, the bias."""
+    if not SCALED:
+        b_sum *= tl.load(p_scales + o_out, mask=m_out, other=0.0)[:, None]
+    if HAS_BIAS:
+        b_sum += tl.load(p_bias + o_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+    return b_sum
+
+
+@triton.jit
+def _multiply(
     p_x,
     p_weight,
     p_scales,
@@ -25,41 +38,73 @@ def _quantised_linear(
     stride_x,
     SIZE_IN: tl.constexpr,
     SIZE_OUT: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """SCALED: rows and columns that share a scale; 0: a scale a row."""
+    """PART: columns of the weight of one program. SCALED: rows and columns that share a scale; 0: a scale a row.
+    IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     o_out = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_part = tl.program_id(2).to(tl.int64)
     m_out = o_out < SIZE_OUT
     m_rows = i_rows < num_rows
     b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in range(0, SIZE_IN, BLOCK_K):
+    for i_step in range(0, PART, BLOCK_K):
+        first = i_part * PART + i_step
         o_in = first + tl.arange(0, BLOCK_K)
-        m_in = o_in < SIZE_IN if SIZE_IN % BLOCK_K else tl.full((BLOCK_K,), True, tl.int1)
+        m_in = o_in < SIZE_IN if SIZE_IN % PART or SIZE_IN % BLOCK_K else tl.full((BLOCK_K,), True, tl.int1)
         b_weight = tl.load(
             p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
         )
         b_x = tl.load(
             p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0
         )
-        b_wide = b_weight.to(tl.float32).to(b_x.dtype)
+        b_wide = b_weight.to(tl.float32).to(b_x.dtype)  # fp8 straight to bf16 takes longer (measured)
         if SCALED:
             p_scale = p_scales + o_out // SCALED * ((SIZE_IN + SCALED - 1) // SCALED) + first // SCALED
-            b_scale = tl.load(p_scale, mask=m_out, other=0.0)
+            b_scale = tl.load(p_scale, mask=m_out & (first < SIZE_IN), other=0.0)
             b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision=PRECISION) * b_scale[:, None]
         else:
             b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision=PRECISION)
-    if not SCALED:
-        b_sum *= tl.load(p_scales + o_out, mask=m_out, other=0.0)[:, None]
-    if HAS_BIAS:
-        b_sum += tl.load(p_bias + o_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
-    p_own = p_out + (i_rows * SIZE_OUT)[None, :] + o_out[:, None]
+    if not IS_SPLIT:
+        b_sum = _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED, HAS_BIAS)
+    p_own = p_out + ((i_part * num_rows + i_rows) * SIZE_OUT)[None, :] + o_out[:, None]
     tl.store(p_own, b_sum.to(p_out.dtype.element_ty), mask=m_out[:, None] & m_rows[None, :])
+
+
+@triton.jit
+def _add_parts(
+    p_partials,
+    p_scales,
+    p_bias,
+    p_out,
+    num_rows,
+    SIZE_OUT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    o_out = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_row = tl.program_id(1).to(tl.int64)
+    m_out = o_out < SIZE_OUT
+    b_sum = tl.zeros((BLOCK_N,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i_part in tl.static_range(NUM_PARTS):
+        b_sum += tl.load(p_partials + (i_part * num_rows + i_row) * SIZE_OUT + o_out, mask=m_out, other=0.0)
+    b_sum = _finish(b_sum[:, None], p_scales, p_bias, o_out, m_out, SCALED, HAS_BIAS).reshape(BLOCK_N)
+    tl.store(p_out + i_row * SIZE_OUT + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_out)
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
@@ -67,29 +112,61 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     assert weight.data.is_contiguous(), weight.data.stride()
     assert weight.scales.is_contiguous(), weight.scales.stride()
     assert x.stride(1) == 1, x.stride()
-    num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
+    num_rows, size_out = x.shape[0], weight.data.shape[0]
     out = torch.empty((num_rows, size_out), dtype=x.dtype, device=x.device)
     row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out)
-    block_m = min(max(16, power_of_2(max(num_rows, 1))), row["block_m"])
-    block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
-    if num_rows:
-        _quantised_linear[(triton.cdiv(size_out, row["block_n"]), triton.cdiv(num_rows, block_m))](
-            x,
-            weight.data,
-            weight.scales,
-            weight.scales if weight.bias is None else weight.bias,
-            out,
-            num_rows,
-            x.stride(0),
-            SIZE_IN=size_in,
-            SIZE_OUT=size_out,
-            BLOCK_M=block_m,
-            BLOCK_N=row["block_n"],
-            BLOCK_K=block_k,
-            SCALED=BLOCK if weight.is_blocked else 0,
-            HAS_BIAS=weight.bias is not None,
-            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-            num_warps=row["num_warps"],
-            num_stages=row["num_stages"],
-        )
+    num_parts = row["parts"]
+    if not num_rows:
+        return out
+    if num_parts == 1:
+        _launch(x, weight, row, 1, out)
+        return out
+    partials = torch.empty((num_parts, num_rows, size_out), dtype=torch.float32, device=x.device)
+    _launch(x, weight, row, num_parts, partials)
+    block_n = min(1024, power_of_2(size_out))
+    pdl = {"launch_pdl": True} if row["pdl"] else {}
+    _add_parts[(triton.cdiv(size_out, block_n), num_rows)](
+        partials,
+        weight.scales,
+        weight.scales if weight.bias is None else weight.bias,
+        out,
+        num_rows,
+        SIZE_OUT=size_out,
+        NUM_PARTS=num_parts,
+        BLOCK_N=block_n,
+        SCALED=BLOCK if weight.is_blocked else 0,
+        HAS_BIAS=weight.bias is not None,
+        PDL=bool(row["pdl"]),
+        num_warps=4,
+        **pdl,
+    )
     return out
+
+
+def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], num_parts: int, out: Tensor) -> None:
+    num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
+    block_m = min(max(16, power_of_2(num_rows)), row["block_m"])
+    block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
+    part = triton.cdiv(triton.cdiv(size_in, num_parts), block_k) * block_k
+    _multiply[(triton.cdiv(size_out, row["block_n"]), triton.cdiv(num_rows, block_m), num_parts)](
+        x,
+        weight.data,
+        weight.scales,
+        weight.scales if weight.bias is None else weight.bias,
+        out,
+        num_rows,
+        x.stride(0),
+        SIZE_IN=size_in,
+        SIZE_OUT=size_out,
+        PART=part,
+        BLOCK_M=block_m,
+        BLOCK_N=row["block_n"],
+        BLOCK_K=block_k,
+        SCALED=BLOCK if weight.is_blocked else 0,
+        HAS_BIAS=weight.bias is not None,
+        IS_SPLIT=num_parts > 1,
+        PDL=num_parts > 1 and bool(row["pdl"]),
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        num_warps=row["num_warps"],
+        num_stages=row["num_stages"],
+    )

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.sampling import reference
 from kernels.timing import timed
 
-__all__ = ["Edits", "SamplingRows", "edit_logits", "sample", "token_logprobs"]
+__all__ = ["Edits", "SamplingRows", "edit_logits", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,3 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
         return triton_kernel.sample(logits, rows)
     return reference.sample(logits, rows)
-
-
-@timed("sampling")
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V] fp32, tokens [R] int64 → log-probabilities of the tokens [R], ids and log-probabilities of the
-    ``num_top`` highest, best first, [R, num_top] each. Of raw logits: before any edit."""
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    best, ids = logprobs.topk(num_top, dim=-1)
-    return logprobs.gather(1, tokens[:, None]).squeeze(1), ids, best

@@ -34,7 +34,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for name in ("recompute_ns", "load_ns"):  # not in batch mode: the copy would lose the table's triggers
+    for name in ("recompute_ns", "load_ns"):  # in place: a table made anew on SQLite would lose its triggers
         op.drop_column("request_record", name)
     op.drop_index(op.f("ix_replica_time_until_unix_ns"), table_name="replica_time")
     op.drop_table("replica_time")

@@ -66,7 +66,8 @@ async def measure(socket: str, counts: list[int], small: bool) -> dict:
     found: dict[str, object] = {"start_to_welcome_s": time.perf_counter() - begin}
     for count in counts:
         await batch(client, f"warm {count}", num, (sizes[0], 4), count)
-        whole = await batch(client, f"many {count}", num, sizes, count)
+        wholes = [await batch(client, f"many {count} {turn}", num, sizes, count) for turn in range(4)][1:]
+        whole = sorted(wholes, key=lambda one: one["seconds"])[1]
         each = []
         for turn in range(4):
             long = await batch(client, f"long {count} {turn}", 32, (64, 9 if small else 129), count)
@@ -74,6 +75,7 @@ async def measure(socket: str, counts: list[int], small: bool) -> dict:
             each.append((long["seconds"] - short["seconds"]) / (8 if small else 128) * 1e3)
         found[f"{count} adapters"] = {
             "out_tok_s": num * sizes[1] / whole["seconds"],
+            "all_out_tok_s": [num * sizes[1] / one["seconds"] for one in wholes],
             "ttft_p95_s": whole["ttft_p95_s"],
             "tpot_ms": statistics.median(each[1:]),
         }

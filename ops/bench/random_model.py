@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.models.config import ModelConfig, from_hf, module_sizes
+from engine.models.config import SCALE, ModelConfig, from_hf, module_sizes
 from engine.models.decoder import Decoder
 from engine.weights import expected_shapes
 from engine.weights.adapter import AdapterWeights, LoraPair
+from kernels.quantised_linear import QuantisedWeight, dequantised
 
 _COMMON = {"max_position_embeddings": 8192, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 SHAPES = {
@@ -33,8 +34,29 @@ SHAPES = {
 }  # fmt: skip
 
 
+KINDS = {"int8": (torch.int8, False), "fp8": (torch.float8_e4m3fn, False), "block": (torch.float8_e4m3fn, True)}
+
+
 def random_config(name: str) -> ModelConfig:
-    return from_hf(SHAPES[name])
+    return from_hf(SHAPES[name.partition("-")[0]])
+
+
+def of_8_bits(name: str, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of a model NAME-int8, NAME-fp8 or NAME-block, those of its linears quantised, and the wide ones that
+    they stand for; of another name both are what they were."""
+    kind, is_blocked = KINDS.get(name.partition("-")[2], (None, False))
+    stored, wide = dict(weights), dict(weights)
+    for key, weight in weights.items() if kind is not None else ():
+        if key.endswith("_proj.weight"):
+            most = 127.0 if kind == torch.int8 else 448.0
+            size_out, size_in = weight.shape
+            tiles = weight.float().view(size_out // 128, 128, size_in // 128, 128).abs().amax((1, 3)) / most
+            scales = tiles if is_blocked else weight.float().abs().amax(1) / most
+            numbers = weight.float() / dequantised(QuantisedWeight(torch.ones_like(weight, dtype=torch.int8), scales))
+            data = (numbers.round() if kind == torch.int8 else numbers).clamp(-most, most).to(kind)  # past 448 is NaN
+            stored[key], stored[key + SCALE] = data, scales
+            wide[key] = dequantised(QuantisedWeight(data, scales)).to(weight.dtype)
+    return stored, wide
 
 
 def random_weights(
@@ -54,7 +76,7 @@ def random_weights(
 
 def random_decoder(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     config = random_config(name)
-    return Decoder(config, random_weights(config, device, dtype))
+    return Decoder(config, of_8_bits(name, random_weights(config, device, dtype))[0])
 
 
 def random_adapter(

@@ -10,7 +10,7 @@ from ops.bench import gpu_engine_checks as checks
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen", "tiny-int8", "tiny-fp8", "tiny-block"])
 def test_bf16_logits_are_within_the_bound_of_the_fp32_reference_and_agree_on_the_best(shape: str):
     checks.check_logits_are_those_of_the_reference(shape)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.quantised_linear import QuantisedWeight, quantised_linear
-from kernels.sampling import Edits, SamplingRows, edit_logits, sample, token_logprobs
+from kernels.sampling import Edits, SamplingRows, edit_logits, sample
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -66,11 +66,3 @@ def test_edits_apply_bias_then_repetition_then_minus():
     edit_logits(logits, Edits(*(torch.tensor(column) for column in numbers)))
 
     assert logits.tolist() == [[0.75, -4.5, 3.0]]
-
-
-def test_logprobs_are_of_the_raw_logits():
-    own, ids, best = token_logprobs(torch.tensor([HALVES]), torch.tensor([2]), 2)
-
-    assert own.exp().item() == pytest.approx(0.2)
-    assert ids.tolist() == [[1, 3]]
-    assert best.exp().tolist()[0] == pytest.approx([0.4, 0.3])

@@ -36,7 +36,7 @@ def products(num_rows: int, sizes: tuple[int, int], kind: torch.dtype | None, *,
 
 def quantised_cases() -> list[Case]:
     found = []
-    for (name, sizes), num_rows in itertools.product(SIZES.items(), (1, 16, 64)):
+    for (name, sizes), num_rows in itertools.product(SIZES.items(), (1, 16, 32, 64)):
         num_bytes = float(sizes[0] * sizes[1] + num_rows * 2 * sum(sizes))
         for label, kind, is_blocked in (
             ("int8", torch.int8, False),

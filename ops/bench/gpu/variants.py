@@ -116,20 +116,18 @@ def _norm() -> list[Variant]:
 
 
 def _quantised() -> list[Variant]:
-    cases = ("int8 4096→6144 T=16", "fp8 4096→6144 T=64", "fp8 4096→28672 T=64", "int8 14336→4096 T=16")
-    return [
-        (
-            f"n{n} k{k} warps {warps} stages {stages}",
-            _rows("quantised_linear", block_m=64, block_n=n, block_k=k, num_warps=warps, num_stages=stages),
-            cases,
-        )
-        for n, k, warps, stages in (
-            (16, 256, 2, 6),
-            (16, 256, 4, 6),
-            (32, 256, 4, 4),
-            (64, 128, 4, 4),
-            (64, 256, 4, 3),
-            (32, 128, 2, 6),
-            (128, 128, 8, 4),
-        )
-    ]
+    kinds = ("int8", "fp8")
+    narrow = tuple(f"{kind} {size} T=32" for kind in kinds for size in ("4096→6144", "14336→4096"))
+    wide = tuple(f"{kind} 4096→28672 T=32" for kind in kinds)
+    found = []
+    for cases, tried in (
+        (narrow, ((32, 256, 4, 4, 4), (64, 128, 4, 4, 4), (64, 256, 4, 4, 3), (128, 128, 8, 4, 4))),
+        (wide, ((32, 256, 1, 4, 4), (64, 128, 1, 4, 5), (64, 128, 2, 4, 4), (64, 256, 1, 4, 3), (128, 128, 1, 4, 4))),
+    ):
+        for n, k, parts, warps, stages in tried:
+            row = {"block_m": 64, "block_n": n, "block_k": k, "parts": parts, "pdl": 1}
+            row |= {"num_warps": warps, "num_stages": stages}
+            found.append(
+                (f"n{n} k{k} parts {parts} warps {warps} stages {stages}", _rows("quantised_linear", **row), cases)
+            )
+    return found

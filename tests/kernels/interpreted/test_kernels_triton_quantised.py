@@ -45,6 +45,8 @@ FAULTS = {
         "mask=m_rows[:, None], other=0.0",
     ),
     "a row left out": ("m_rows = i_rows < num_rows", "m_rows = i_rows < num_rows - 1"),
+    "a part left out": ("tl.static_range(NUM_PARTS)", "tl.static_range(NUM_PARTS - 1)"),
+    "a part of other rows": ("(i_part * num_rows + i_row)", "(i_part * num_rows)"),
     "no bias": ("b_sum += tl.load(p_bias", "b_sum += 0.0 * tl.load(p_bias"),
 }
 

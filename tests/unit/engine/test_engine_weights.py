@@ -371,7 +371,7 @@ def test_what_a_directory_lacks_or_has_too_much_is_refused_by_name(tmp_path: Pat
     directory = hf_directory(tmp_path / "m", hf_weights())
     config, tokenizer = directory / "config.json", directory / "tokenizer.json"
 
-    cases = [(config, '{"quantization_config": {"bits": 4}}', "quantization_config"),
+    cases = [(config, '{"quantization_config": {"quant_method": "gptq"}}', "quantization_config"),
              (config, json.dumps(HF_CONFIG | {"hidden_act": "gelu"}), "hidden_act"),
              (config, "{", "config.json"), (config, "[]", "config.json"),
              (tokenizer, "{", "tokenizer.json")]  # fmt: skip

@@ -1,14 +1,14 @@
 """find the records whose cost the rollups don't tell
 
 Revision ID: costly_records
-Revises: replica_time
+Revises: adapter_hours
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "costly_records"
-down_revision = "replica_time"
+down_revision = "adapter_hours"
 branch_labels = None
 depends_on = None
 
