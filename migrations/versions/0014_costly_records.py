@@ -1,14 +1,14 @@
 """find the records whose cost the rollups don't tell
 
 Revision ID: costly_records
-Revises: adapter_hours
+Revises: wallet
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "costly_records"
-down_revision = "adapter_hours"
+down_revision = "wallet"
 branch_labels = None
 depends_on = None
 
