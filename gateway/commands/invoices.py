@@ -38,8 +38,13 @@ def invoice_issue(tenant: str, period: str, force: bool, as_json: bool, **where:
 def invoice_list(tenant: str | None, as_json: bool, **where: Any) -> None:
     """List invoices by number."""
     api = ops_api(**where)
-    wanted = {"tenant_id": find_tenant(api, tenant)["id"]} if tenant else {}
-    show(api.call("GET", "/invoices", params=wanted), as_json, INVOICE)
+    wanted: dict[str, Any] = {"limit": 1000} | ({"tenant_id": find_tenant(api, tenant)["id"]} if tenant else {})
+    page = api.call("GET", "/invoices", params=wanted)
+    every = page["data"]
+    while page["has_more"]:
+        page = api.call("GET", "/invoices", params=wanted | {"after": page["next_after"]})
+        every += page["data"]
+    show({"object": "list", "data": every}, as_json, INVOICE)
 
 
 @invoice.command("show")

@@ -306,7 +306,8 @@ def test_after_many_wrong_keys_an_address_is_told_to_wait_and_operators_pass(tmp
     with ops_server_in_thread(tmp_path, "--no-demo") as server, client_of(server, "tn_ops_" + "0" * 36) as guesser:
         answers = [guesser.get("/tenants") for _ in range(MAX_FAILURES + 20)]
         assert {answer.status_code for answer in answers} == {401, 429}
-        assert int(answers[-1].headers["retry-after"]) >= 1
+        refused = next(answer for answer in answers if answer.status_code == 429)  # later ones may be let through again
+        assert int(refused.headers["retry-after"]) >= 1
         with client_of(server) as ops:
             assert ops.get("/tenants").status_code == 200
 
