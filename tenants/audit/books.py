@@ -154,10 +154,12 @@ async def _check_prices(connection: AsyncConnection, findings: Findings) -> None
     items = await connection.execute(
         text("SELECT rate_card_id, meter, model, flow_class, price_picousd FROM rate_card_item")
     )
-    prices = {(row.rate_card_id, row.meter, row.model, row.flow_class): row.price_picousd for row in items}
+    prices: dict[tuple[str, ...], int] = {
+        (row.rate_card_id, row.meter, row.model, row.flow_class): row.price_picousd for row in items
+    }
     for row in await connection.execute(text(_PRICED)):
         wanted = ((row.base_model, row.flow_class), (row.base_model, _ANY), (_ANY, row.flow_class), (_ANY, _ANY))
-        keys = [(row.rate_card_id, row.meter, *item) for item in wanted]
+        keys: list[tuple[str, ...]] = [(row.rate_card_id, row.meter, *item) for item in wanted]
         unlisted = 0 if row.meter.startswith("adapter_") else None
         listed = next((prices[key] for key in keys if key in prices), unlisted)
         if listed != row.unit_price_picousd:
