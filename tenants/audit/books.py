@@ -12,8 +12,11 @@ from tenants.audit.journals import METERS
 
 _PAID = "(r.outcome = 200 OR (r.outcome = 499 AND r.output_tokens > 0))"
 _SAME = " AND ".join(
-    ("e.request_id = r.request_id", "e.tenant_id || '' = r.tenant_id || ''")  # SQLite would take the tenant's index
-    + tuple(f"e.{name} = r.{name}" for name in ("key_id", "model", "base_model", "flow_class", "rate_card_id"))
+    [
+        "e.request_id = r.request_id",
+        "e.tenant_id || '' = r.tenant_id || ''",  # plainly, SQLite would take the tenant's index
+        *(f"e.{name} = r.{name}" for name in ("key_id", "model", "base_model", "flow_class", "rate_card_id")),
+    ]
 )
 _OF_REQUESTS = f"e.meter IN ({', '.join(map(repr, METERS))})"
 _ANY = "*"
