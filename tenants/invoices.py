@@ -32,7 +32,7 @@ from tenants.stamps import new_id
 from tenants.tables import CreditNote, Invoice, InvoiceLine, Tenant
 
 GRACE_NS = 3600 * 10**9  # after a month's end: what its last requests left is booked by then
-LATE_NS = 400 * 86_400 * 10**9  # corrections are looked for in months that ended since
+LATE_NS = 100 * 86_400 * 10**9  # corrections are looked for in months that ended since: journals are kept for 90 days
 _SLACK_NS = 2 * 86_400 * 10**9  # a tenant that changes its zone moves the ends of its months by about a day
 _READS = 3  # PostgreSQL: a record may commit between two reads of one draft
 

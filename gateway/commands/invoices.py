@@ -13,6 +13,7 @@ LINE = {
     **{"quantity": "QUANTITY", "unit_price_picousd": "PICOUSD EACH", "amount": "AMOUNT"},
 }
 NOTE = {"number": "NUMBER", "id": "ID", "invoice_id": "INVOICE", "total": "TOTAL", "reason": "REASON"}
+ISSUE_TIMEOUT_S = 600.0  # the sums of months with millions of requests
 
 
 @click.group("invoice")
@@ -29,7 +30,7 @@ def invoice_issue(tenant: str, period: str, force: bool, as_json: bool, **where:
     """Issue the invoice of a month; shows it when it is issued already."""
     api = ops_api(**where)
     body = {"tenant": find_tenant(api, tenant)["id"], "period": period, "force": force}
-    _show(api.call("POST", "/invoices", json=body), as_json)
+    _show(api.call("POST", "/invoices", json=body, timeout=ISSUE_TIMEOUT_S), as_json)
 
 
 @invoice.command("list")
