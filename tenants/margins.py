@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
-from sqlalchemy import ColumnElement, Table, and_, func, literal, text
-from sqlmodel import col, select
+from sqlalchemy import ColumnElement, Table, and_, func, literal, select, text
+from sqlmodel import col
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.cover import cover
