@@ -12,7 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.routes import HTTPRoute
 from litestar.types import Scope
 
-KeyScope: TypeAlias = Literal["inference", "adapters:read", "adapters:write", "usage"]
+KeyScope: TypeAlias = Literal["inference", "adapters:read", "adapters:write", "usage", "webhooks"]
 _OPTION = "access"
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gateway.adapter_check import Checked, HeaderJob, Job, check, check_header, disk_may_be_full
 from gateway.errors import ApiError, invalid, invalid_key, model_not_found
@@ -23,6 +24,7 @@ from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Principal
 from tenants.errors import LimitExceeded, NotFound, VersionConflict
+from tenants.events import emit
 from tenants.repositories import AdapterRepository, NewVersion
 from tenants.tables import AdapterVersion
 
@@ -107,6 +109,7 @@ class Adapters:
             async with self.database.transaction() as session:
                 repository = AdapterRepository(session)
                 version = await repository.publish(tenant_id, candidate.name, fields, candidate.expected_version)
+                await emit(session, tenant_id, "adapter.ready", _told(version))
                 if await asyncio.to_thread(self.blobs.path, tenant_id, fields.sha256) is None:
                     raise FileNotFoundError(fields.sha256)
                 return version
@@ -164,6 +167,8 @@ class Adapters:
         try:
             async with self.database.transaction() as session:
                 doomed = await AdapterRepository(session).delete(principal.tenant_id, name)
+                gone = {"name": name, "version": None, "num_versions": len(doomed)}
+                await emit(session, principal.tenant_id, "adapter.deleted", gone)
         except NotFound:
             raise not_found(name) from None
         await self.collect(principal.tenant_id, {version.sha256 for version in doomed})
@@ -173,6 +178,8 @@ class Adapters:
         try:
             async with self.database.transaction() as session:
                 doomed = await AdapterRepository(session).delete_version(principal.tenant_id, name, version)
+                gone = {"name": name, "version": version, "num_versions": 1}
+                await emit(session, principal.tenant_id, "adapter.deleted", gone)
         except NotFound:
             raise not_found(f"{name}@{version}") from None
         except VersionConflict:
@@ -230,6 +237,17 @@ def _size(path: Path) -> int:
 def not_found(name: str) -> ApiError:
     """404: the same for absent and for another tenant's."""
     return ApiError(f"The adapter `{name}` does not exist.", code="not_found", param="name")
+
+
+def _told(version: AdapterVersion) -> dict[str, Any]:
+    """What an event says of a version."""
+    return {
+        "id": version.adapter_version_id,
+        "name": version.name,
+        "version": version.version,
+        "sha256": version.sha256,
+        "base_model": version.base_model,
+    }
 
 
 def _new(found: Checked, base: ServedModel) -> NewVersion:

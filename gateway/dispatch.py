@@ -19,6 +19,7 @@ from gateway.work import Work
 from tenants.meter import RequestContext, seal
 from tenants.pricing import RateCard
 from tenants.secrets import Secrets
+from tenants.tables import AdapterVersion
 
 RECONNECT_S = 5.0  # how long a request that no engine has begun waits for one
 AFFINITY_SLACK = 8  # requests by which the engine that knows an adapter may be busier than another
@@ -36,7 +37,8 @@ class CallerLeft(Exception):
 @dataclass(slots=True)
 class Dispatch:
     """Picks engines. ``post_lost`` records what a dead engine can't; ``rate_card`` gives the prices of a time,
-    ``holds`` says whether a key is still valid, ``count_fallback`` hears of a request that goes to a second engine."""
+    ``holds`` says whether a key is still valid, ``count_fallback`` hears of a request that goes to a second engine,
+    ``on_corrupt`` of an adapter whose bytes an engine found damaged."""
 
     admission: Admission
     secrets: Secrets
@@ -44,6 +46,7 @@ class Dispatch:
     rate_card: Callable[[int], RateCard]
     holds: Callable[[str], bool]
     count_fallback: Callable[[str, str], None] = lambda kind, reason: None
+    on_corrupt: Callable[[AdapterVersion], None] = lambda version: None
     _flights: set["Flight"] = field(default_factory=set)
     _favourites: OrderedDict[str, EngineClient] = field(default_factory=OrderedDict)
 
@@ -285,6 +288,8 @@ class Flight:
 
     def _failed(self, error: ApiError) -> ApiError:
         self.outcome = CALLER_LEFT if error.code == "invalid_api_key" else error.status
+        if error.code == "adapter_corrupt" and self.work.target.adapter is not None:
+            self.dispatch.on_corrupt(self.work.target.adapter)
         return error
 
     async def _relaunch(self) -> None:

@@ -9,8 +9,18 @@ from sqlmodel import col, select
 
 from gateway.bodies import Body, key_body, tenant_body
 from gateway.ledger_view import entry_body
+from gateway.webhooks.resources import webhook_facts
 from tenants.database import Database
-from tenants.tables import AdapterAlias, AdapterVersion, ApiKey, LedgerEntry, RequestRecord, Tenant
+from tenants.tables import (
+    AdapterAlias,
+    AdapterVersion,
+    ApiKey,
+    Event,
+    LedgerEntry,
+    RequestRecord,
+    Tenant,
+    WebhookEndpoint,
+)
 
 PAGE_ROWS = 500
 
@@ -23,6 +33,8 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
     (ApiKey, ("key_id",), key_body),
     (AdapterVersion, ("adapter_version_id",), _columns("adapter_version")),
     (AdapterAlias, ("name",), _columns("adapter_alias")),
+    (WebhookEndpoint, ("endpoint_id",), lambda row: {"object": "webhook", **webhook_facts(row)}),
+    (Event, ("event_id",), _columns("event")),
     (RequestRecord, ("request_id", "attempt"), _columns("request_record")),
     (LedgerEntry, ("entry_id",), entry_body),
 )

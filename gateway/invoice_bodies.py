@@ -1,5 +1,6 @@
 """How invoices and credit notes are shown, to operators and to their tenant alike."""
 
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from litestar import Response
@@ -7,6 +8,8 @@ from msgspec import Meta, Struct
 
 from gateway.documents import csv_answer, page_answer
 from gateway.resources import Seconds
+from tenants.focus import focus_csv, focus_rows
+from tenants.focus_check import check
 from tenants.invoice_lines import credit_number_text, number_text
 from tenants.invoice_text import dollars, invoice_csv, invoice_page
 from tenants.invoices import Issued
@@ -99,6 +102,14 @@ def invoice_answer(issued: Issued, wanted: str) -> Response[Any]:
     if wanted == "html":
         return page_answer(invoice_page(issued))
     return Response(invoice_body(issued))
+
+
+def focus_answer(issued: Issued) -> Response[str]:
+    """FOCUS as CSV. Raises AssertionError when it is not what FOCUS asks for: our bug."""
+    payable = {number_text(issued.invoice): Decimal(issued.invoice.total_cents).scaleb(-2)}
+    breaches = check(focus_rows(issued), payable)
+    assert not breaches, breaches
+    return csv_answer(focus_csv(issued), f"{issued.invoice.invoice_id}-focus")
 
 
 def credit_note_body(note: CreditNote, lines: list[CreditNoteLine]) -> CreditNoteBody:

@@ -29,6 +29,7 @@ from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
+from gateway.corrupt_adapters import CorruptAdapters
 from gateway.dispatch import Dispatch, Flight
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
@@ -46,6 +47,10 @@ from gateway.settlement import Settlement
 from gateway.span_sink import otlp_sink
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
+from gateway.webhooks.addresses import Resolver
+from gateway.webhooks.courier import Courier
+from gateway.webhooks.endpoints import Webhooks
+from gateway.webhooks.poster import Poster
 from gateway.work import Reader, Work
 from tenants.blobs import BlobStore
 from tenants.database import Database
@@ -102,7 +107,9 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
             admission, secrets, settlement.post_lost, directory.rate_card, directory.holds, metrics.fallback
         )
         directory.on_revoked = dispatch.revoke
+        dispatch.on_corrupt = _corrupt_adapters(stack, database).report
         reader = Reader(targets, grammars)
+        await _started(stack, _courier(settings, index, database, secrets, metrics, stack))
         yield Parts(
             pipeline=Pipeline(directory, FailedAttempts(), reader, idempotency, admission, dispatch, telemetry),
             catalog=catalog,
@@ -111,8 +118,30 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
             database=database,
             blobs=blobs,
             uploads=StagedUploads(settings.blobs),
+            webhooks=Webhooks(database, secrets, settings.webhook_loopback),
             started_unix_s=int(time.time()),
         )
+
+
+def _corrupt_adapters(stack: contextlib.AsyncExitStack, database: Database) -> CorruptAdapters:
+    corrupt = CorruptAdapters(database)
+    stack.push_async_callback(corrupt.close)
+    return corrupt
+
+
+def _courier(
+    settings: Settings,
+    index: int,
+    database: Database,
+    secrets: Secrets,
+    metrics: Metrics,
+    stack: contextlib.AsyncExitStack,
+) -> Courier:
+    resolver = Resolver(allow_loopback=settings.webhook_loopback)
+    stack.callback(resolver.close)
+    poster = Poster(resolver, allow_loopback=settings.webhook_loopback)
+    show = metrics.pending_webhooks.set if index == 0 else None  # one process: gauges are added up
+    return Courier(database, secrets, poster, lambda result: metrics.webhooks.labels(result).inc(), show)
 
 
 async def _started(stack: contextlib.AsyncExitStack, part):

@@ -36,6 +36,7 @@ from gateway.schemas import (
     TextChoice,
 )
 from gateway.upload import CONFIG, FIELDS, FILES, WEIGHTS
+from gateway.webhooks.operations import WEBHOOKS
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -305,4 +306,4 @@ _OPEN = (
     ),
 )
 
-OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *_OPEN)
+OPERATIONS = (*_COMPLETIONS, *_MODELS, *_ADAPTERS, *_REPORTS, *_INVOICES, *WEBHOOKS, *_OPEN)

@@ -13,6 +13,7 @@ from gateway.call import call_of
 from gateway.models import Catalog
 from gateway.pipeline import Pipeline
 from gateway.targets import Targets
+from gateway.webhooks.endpoints import Webhooks
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Principal
@@ -30,6 +31,7 @@ class Parts:
     database: Database
     blobs: BlobStore
     uploads: StagedUploads
+    webhooks: Webhooks
     started_unix_s: int
 
 

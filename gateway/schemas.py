@@ -3,6 +3,7 @@
 Unknown fields are ignored. A known field of a wrong type or range raises ApiError 400 that names it.
 """
 
+import functools
 import re
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -287,8 +288,7 @@ class Answer(Struct, Generic[ChoiceBody], frozen=True):
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest, Rollback, Commit)
-_decoders = {kind: msgspec.json.Decoder(kind) for kind in Body.__constraints__}
+Body = TypeVar("Body", bound=Struct)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
@@ -296,12 +296,17 @@ _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 def decode(body: bytes, kind: type[Body]) -> Body:
     """A request body as its struct. Raises ApiError 400: ``invalid_json``, or naming the field."""
     try:
-        return _decoders[kind].decode(body)
+        return _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(f"The request body is not valid JSON: {reason}", code="invalid_json") from None
+
+
+@functools.cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    return msgspec.json.Decoder(kind)
 
 
 def _field_error(message: str) -> ApiError:

@@ -97,6 +97,7 @@ class Settings:
     drain_seconds: float = 30.0
     max_connections: int = 4096  # of each gateway
     receive_seconds: float = 30.0
+    webhook_loopback: bool = False  # for tests: webhooks may call this machine, without TLS too
     engines: tuple[EngineAddress, ...] = ()
     serve: ServeOptions = field(default_factory=ServeOptions)
     sizes: EngineSizes = field(default_factory=EngineSizes)
@@ -118,6 +119,7 @@ class Settings:
             drain_seconds=options["drain_seconds"],
             max_connections=options["max_connections"],
             receive_seconds=options["receive_seconds"],
+            webhook_loopback=options["webhook_loopback"],
             engines=tuple(_engine_address(text) for text in options["engine_addresses"]),
             serve=_serve_options(options),
             sizes=EngineSizes(**{f.name: options[f.name] for f in fields(EngineSizes)}),
@@ -135,7 +137,7 @@ class Settings:
         values: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("home", "database_url", "blobs", "secrets", "host", "port")},
             **{name: getattr(self, name) for name in ("redis_url", "log_level", "drain_seconds")},
-            **{name: getattr(self, name) for name in ("max_connections", "receive_seconds")},
+            **{name: getattr(self, name) for name in ("max_connections", "receive_seconds", "webhook_loopback")},
             **asdict(self.serve),
             **asdict(self.sizes),
             "engine_addresses": tuple(f"{e.model}={e.address}" for e in self.engines),
@@ -245,6 +247,7 @@ def serve_options() -> list[click.Option]:
         _option("--max-connections", type=_POSITIVE, default=4096, help="Connections of a gateway at once."),
         _option("--receive-seconds", type=click.FloatRange(1, 3600), default=30.0, help=_RECEIVE_HELP),
         *_size_options(),
+        _option("--webhook-loopback", is_flag=True, default=False, hidden=True, help="For tests of webhooks."),
         _option("--engine-addresses", type=_LISTED, multiple=True, hidden=True, help="Set by serve for its gateways."),
     ]
 

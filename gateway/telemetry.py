@@ -56,6 +56,8 @@ class Metrics:
             self.fallbacks.labels(kind, reason)
         self.unbooked = self._counter("tenora_records_unbooked", "Usage records not ours or not sound.", "reason")
         self.store_away = Gauge("tenora_store_away", "Gateways that do not reach the store.", registry=self.registry)
+        self.webhooks = self._counter("tenora_webhook_deliveries", "Tries to bring an event somewhere.", "result")
+        self.pending_webhooks = Gauge("tenora_webhook_pending", "Deliveries under way.", registry=self.registry)
         self.unmeasured = self._counter("tenora_reports_failed", "Requests whose measures were not sound.")
 
     def fallback(self, kind: str, reason: str) -> None:

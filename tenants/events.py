@@ -7,15 +7,17 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
+from tenants.errors import NotFound
 from tenants.stamps import new_id
 from tenants.tables import Event
 
-KINDS = (
+Kind: TypeAlias = Literal[
     "budget.alert",
     "credit.low",
     "invoice.issued",
@@ -24,7 +26,8 @@ KINDS = (
     "adapter.corrupt",
     "slo.burn",
     "slo.recovered",
-)
+]
+KINDS: tuple[str, ...] = get_args(Kind)
 TEST_KIND = "webhook.test"  # for one endpoint, when its owner asks
 MAX_DATA_BYTES = 16 << 10
 _COLUMNS = ("event_id", "tenant_id", "kind", "data", "endpoint_id", "occurred_unix_ns")
@@ -57,3 +60,23 @@ def _id_of(tenant_id: str, kind: str, once: str) -> str:
     fields = (field.encode("utf-8", "surrogatepass") for field in (tenant_id, kind, once))
     message = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
     return f"evt_{hashlib.sha256(message).hexdigest()[:24]}"
+
+
+class EventRepository:
+    """A tenant's events as it reads them."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def number_of(self, tenant_id: str, event_id: str) -> int:
+        """Of a told event. Raises NotFound."""
+        query = select(Event.number).where(Event.tenant_id == tenant_id, Event.event_id == event_id)
+        number = (await self._session.exec(query)).first()
+        if number is None:
+            raise NotFound(f"no event {event_id}")
+        return number
+
+    async def page(self, tenant_id: str, after: int, limit: int) -> list[Event]:
+        """At most ``limit`` told events with a higher number, in their order."""
+        query = select(Event).where(Event.tenant_id == tenant_id, col(Event.number) > after)
+        return list((await self._session.exec(query.order_by(col(Event.number)).limit(limit))).all())

@@ -10,7 +10,7 @@ from tenants.tables import MAX_NAME_LENGTH, ApiKey, Tenant
 
 CLASSES = ("interactive", "standard", "batch")
 CACHE_POLICIES = ("private", "shared", "off")
-KEY_SCOPES = ("inference", "adapters:read", "adapters:write", "usage")
+KEY_SCOPES = ("inference", "adapters:read", "adapters:write", "usage", "webhooks")
 OPERATOR_SCOPES = ("read", "billing", "admin")
 RATE_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 _SPEND = "spend_limit_picousd_per_month"

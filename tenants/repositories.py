@@ -33,10 +33,13 @@ from tenants.tables import (
     AdapterAlias,
     AdapterVersion,
     ApiKey,
+    Event,
     IdempotentRequest,
     RateCardItem,
     RateCardVersion,
     Tenant,
+    WebhookDelivery,
+    WebhookEndpoint,
 )
 from tenants.usage_query import UsageBucket, UsageQuery, UsageRow
 from tenants.usage_repository import UsageRepository
@@ -61,6 +64,7 @@ __all__ = [
 ]
 
 _ID_PREFIX = "ten_"
+_OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint, Event)
 
 
 class TenantRepository:
@@ -122,14 +126,14 @@ class TenantRepository:
         return tenant if tenant.name == name else await self._named(tenant, name)
 
     async def delete(self, tenant_id: str) -> list[str]:
-        """Takes its keys, adapters and name away for ever; the hashes of the files that are now nobody's.
+        """Takes its keys, adapters, webhooks and name away for ever; the hashes of the files that are now nobody's.
 
         Records and ledger entries stay for the books, and so does the bare row that they name. Raises NotFound.
         """
         tenant = await self._change(tenant_id, _bury)
         versions = select(AdapterVersion.sha256).where(AdapterVersion.tenant_id == tenant_id)
         orphans = sorted(set((await self._session.exec(versions)).all()))
-        for table in (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest):
+        for table in _OWN:
             await self._session.exec(delete(table).where(col(table.tenant_id) == tenant.tenant_id))
         return orphans
 

@@ -119,9 +119,22 @@ class Secrets:
         fields = (tenant_id.encode(), value.encode())
         return self._derive(b"idempotency hash", *fields).hex(), Secret(self._derive(b"idempotency secret", *fields))
 
+    def new_webhook_secret_name(self) -> str:
+        """The name of a secret that no endpoint has had; made with the newest context key."""
+        return f"{max(self.context_keys)}.{secrets.token_hex(16)}"
+
+    def webhook_secret(self, endpoint_id: str, name: str) -> Secret:
+        """The 32 bytes of that name. Raises KeyError for a context key that this file doesn't have."""
+        key = self.context_keys[int(name.partition(".")[0])]
+        return Secret(_digest(key, b"webhook", endpoint_id.encode(), name.encode()))
+
     def _derive(self, tag: bytes, *fields: bytes) -> bytes:
-        message = b"tenora\x01" + b"".join(len(field).to_bytes(4, "big") + field for field in (tag, *fields))
-        return hmac.digest(self.namespace_secret.reveal(), message, hashlib.sha256)
+        return _digest(self.namespace_secret, tag, *fields)
+
+
+def _digest(key: Secret, *fields: bytes) -> bytes:
+    message = b"tenora\x01" + b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+    return hmac.digest(key.reveal(), message, hashlib.sha256)
 
 
 def rotate(path: Path) -> Secrets:

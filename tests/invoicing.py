@@ -51,9 +51,9 @@ def random_requests(rng: random.Random, tenant_id: str, card: RateCard, start: i
         yield request(tenant_id, card, rng.randrange(start, end), tokens, model=model, flow_class=flow_class)
 
 
-def enormous(tenant_id: str, card: RateCard, finished_unix_ns: int) -> SettledRequest:
+def enormous(tenant_id: str, card: RateCard, finished_unix_ns: int, **context) -> SettledRequest:
     """With the dearest card it costs $6.7 million."""
-    return request(tenant_id, card, finished_unix_ns, (MAX_QUANTITY, 0, MAX_QUANTITY))
+    return request(tenant_id, card, finished_unix_ns, (MAX_QUANTITY, 0, MAX_QUANTITY), **context)
 
 
 async def make_tenant(database: Database, name: str = "acme", time_zone: str = "UTC") -> str:
@@ -97,8 +97,8 @@ def charge_on(database_url: str, tenant_id: str, finished_unix_ns: int) -> None:
         try:
             async with database.session() as session:
                 cards = await RateCardRepository(session).list_all()
-            in_force = [card for card in cards if card.effective_unix_ns <= finished_unix_ns - SECOND] or cards[:1]
-            await book(database, enormous(tenant_id, in_force[-1], finished_unix_ns))
+            in_force = [card for card in cards if card.effective_unix_ns <= finished_unix_ns] or cards[:1]
+            await book(database, enormous(tenant_id, in_force[-1], finished_unix_ns, admitted_unix_ns=finished_unix_ns))
         finally:
             await database.close()
 

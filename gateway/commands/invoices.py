@@ -44,7 +44,9 @@ def invoice_list(tenant: str | None, as_json: bool, **where: Any) -> None:
 
 @invoice.command("show")
 @click.argument("invoice_id")
-@click.option("--format", "as_format", type=click.Choice(["table", "csv", "html"]), default="table", show_default=True)
+@click.option(
+    "--format", "as_format", type=click.Choice(["table", "csv", "html", "focus"]), default="table", show_default=True
+)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A file.  [default: stdout]")
 @ops_options
 def invoice_show(invoice_id: str, as_format: str, output: Path | None, as_json: bool, **where: Any) -> None:
@@ -53,7 +55,8 @@ def invoice_show(invoice_id: str, as_format: str, output: Path | None, as_json: 
     if as_format == "table" or as_json:
         _show(api.call("GET", f"/invoices/{invoice_id}"), as_json)
         return
-    text = api.text(f"/invoices/{invoice_id}?format={as_format}")
+    document = "/focus" if as_format == "focus" else f"?format={as_format}"
+    text = api.text(f"/invoices/{invoice_id}{document}")
     with click.open_file(str(output or "-"), "wb") as file:
         file.write(text.encode())
 

@@ -6,7 +6,7 @@ import click
 
 from gateway.commands.common import find_tenant, ops_api, ops_options, overlap_option, parse_change, show
 
-SCOPES = ("inference", "adapters:read", "adapters:write", "usage")
+SCOPES = ("inference", "adapters:read", "adapters:write", "usage", "webhooks")
 KEY = {
     "id": "ID",
     "name": "NAME",

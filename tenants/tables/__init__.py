@@ -3,7 +3,7 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
-from tenants.tables.events import Event
+from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
@@ -49,6 +49,8 @@ __all__ = [
     "UnbookedRecord",
     "UsageRollup",
     "UsageSeries",
+    "WebhookDelivery",
+    "WebhookEndpoint",
     "WideInteger",
     "metadata",
 ]

@@ -14,9 +14,10 @@ from gateway.routes.admin.money import Money
 from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
 from gateway.routes.admin.tenants import Tenants
+from gateway.routes.admin.webhooks import Webhooks
 
 
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
-    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices]
+    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices, Webhooks]
     return Router("/admin/v1", route_handlers=handlers)

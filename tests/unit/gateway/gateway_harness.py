@@ -148,6 +148,7 @@ def running_house(folder: Path, *engine_options: str, context_tokens: int = 128)
             blobs=folder / "blobs",
             secrets=folder / "secrets.json",
             redis_url=valkey.url,
+            webhook_loopback=True,
             engines=(EngineAddress("tiny", str(engine.socket_path)),),
         )
         house = House(settings, engine, valkey=valkey)

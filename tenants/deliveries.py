@@ -1,0 +1,201 @@
+"""Events on their way to webhook endpoints: told (numbered, and put on the way), claimed, settled.
+
+Several processes may do all of this at once. What one has claimed is its alone until the lease ends; if it has died by
+then another tries again: at least once, always under the event's one id. Times are the caller's ``now_ns``, so that of
+several machines the clocks may differ by less than LEASE_NS.
+"""
+
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, func
+from sqlmodel import col, select
+from sqlmodel.ext.asyncio.session import AsyncSession
+
+from tenants.bulk import insert_new
+from tenants.events import TEST_KIND
+from tenants.tables import Event, WebhookDelivery, WebhookEndpoint
+from tenants.webhooks import set_status
+
+_S = 10**9
+LEASE_NS = 60 * _S  # an attempt takes seconds
+RETRY_AFTER_S = (5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)  # 3 days in all
+JITTER = 0.2
+GIVE_UP_NS = 5 * 86_400 * _S  # an endpoint that has failed for so long is disabled
+KEEP_NS = 30 * 86_400 * _S  # finished deliveries are shown for so long
+GONE = 410
+TELL_AT_ONCE = 200
+_COLUMNS = ("event_id", "endpoint_id", "tenant_id", "number", "state", "attempts", "due_unix_ns")
+_MORE = {"last_status": 0, "last_error": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """An event and the endpoint to which the claimer may bring it; ``lease`` proves the claim."""
+
+    event: Event
+    endpoint: WebhookEndpoint
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of it: an HTTP status, or 0 and a word for why there was none."""
+
+    status: int
+    error: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        return 200 <= self.status < 300
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Whom the claimer has as much to bring as it may."""
+
+    endpoints: Collection[str] = ()
+    tenants: Collection[str] = ()
+
+
+NOBODY = Busy()
+
+
+class DeliveryRepository:
+    """Of all tenants; for the process that delivers."""
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def has_untold(self) -> bool:
+        query = select(Event.event_id).where(col(Event.number).is_(None)).limit(1)
+        return (await self._session.exec(query)).first() is not None
+
+    async def tell(self, now_ns: int) -> int:
+        """Numbers the events that have no number yet and puts them on the way; how many. Who does it at the same time
+        waits for the rows, and finds them told: numbers are committed in their order."""
+        untold = select(Event).where(col(Event.number).is_(None))
+        untold = untold.order_by(col(Event.occurred_unix_ns), col(Event.event_id)).limit(TELL_AT_ONCE)
+        events = list((await self._session.exec(untold.with_for_update())).all())
+        if not events:
+            return 0
+        last = (await self._session.exec(select(func.max(Event.number)))).one() or 0
+        for number, event in enumerate(events, last + 1):
+            event.number = number
+            self._session.add(event)
+        await self._session.flush()
+        await self._put_on_the_way(events, now_ns)
+        return len(events)
+
+    async def is_due(self, now_ns: int, busy: Busy = NOBODY) -> bool:
+        """Whether there is something to claim."""
+        query = select(WebhookDelivery.event_id).where(*_due(now_ns, busy)).limit(1)
+        return (await self._session.exec(query)).first() is not None
+
+    async def claim(self, now_ns: int, limit: int, busy: Busy = NOBODY) -> list[Claimed]:
+        """At most one delivery of each tenant, the longest due first, out of the ``limit`` that are longest due."""
+        due = (
+            select(WebhookDelivery, Event, WebhookEndpoint)
+            .join(Event, col(Event.event_id) == col(WebhookDelivery.event_id))
+            .join(WebhookEndpoint, col(WebhookEndpoint.endpoint_id) == col(WebhookDelivery.endpoint_id))
+            .where(*_due(now_ns, busy))
+            .order_by(col(WebhookDelivery.due_unix_ns), col(WebhookDelivery.number))
+            .limit(limit)
+            .with_for_update(skip_locked=True, of=WebhookDelivery)
+        )
+        claimed: dict[str, Claimed] = {}
+        for delivery, event, endpoint in (await self._session.exec(due)).all():
+            if endpoint.tenant_id in claimed:
+                continue
+            delivery.due_unix_ns = now_ns + LEASE_NS
+            self._session.add(delivery)
+            claimed[endpoint.tenant_id] = Claimed(event, endpoint, delivery.due_unix_ns)
+        return list(claimed.values())
+
+    async def settle(self, claimed: Claimed, attempt: Attempt, now_ns: int) -> str:
+        """Notes what came of a claim: the delivery's state from now on; '' when the claim was no longer one."""
+        endpoint_id = claimed.endpoint.endpoint_id
+        query = select(WebhookEndpoint).where(WebhookEndpoint.endpoint_id == endpoint_id).with_for_update()
+        endpoint = (await self._session.exec(query)).first()
+        delivery = await self._session.get(WebhookDelivery, (claimed.event.event_id, endpoint_id), with_for_update=True)
+        if endpoint is None or delivery is None or (delivery.state, delivery.due_unix_ns) != ("pending", claimed.lease):
+            return ""
+        delivery.attempts += 1
+        delivery.last_status, delivery.last_error = attempt.status, attempt.error
+        retry_ns = _retry_ns(delivery.attempts)
+        delivery.due_unix_ns = now_ns
+        if attempt.succeeded:
+            delivery.state = "delivered"
+        elif attempt.status == GONE or retry_ns is None:
+            delivery.state = "failed"
+        else:
+            delivery.due_unix_ns += retry_ns
+        self._session.add(delivery)
+        await self._session.flush()
+        await self._judge(endpoint, attempt, now_ns)
+        return delivery.state
+
+    async def num_pending(self) -> int:
+        query = select(func.count()).select_from(WebhookDelivery).where(WebhookDelivery.state == "pending")
+        return (await self._session.exec(query)).one()
+
+    async def purge(self, now_ns: int) -> int:
+        """Removes what was finished long ago; how much that was. The events stay."""
+        old = delete(WebhookDelivery).where(
+            col(WebhookDelivery.state).in_(("delivered", "failed")),
+            col(WebhookDelivery.due_unix_ns) <= now_ns - KEEP_NS,
+        )
+        return (await self._session.exec(old)).rowcount
+
+    async def _put_on_the_way(self, events: Iterable[Event], now_ns: int) -> None:
+        """One delivery for each enabled endpoint of the event's tenant that wants it."""
+        tenants = {event.tenant_id for event in events}
+        query = select(WebhookEndpoint).where(
+            col(WebhookEndpoint.tenant_id).in_(tenants), WebhookEndpoint.status == "enabled"
+        )
+        endpoints = (await self._session.exec(query)).all()
+        rows = [
+            (event.event_id, endpoint.endpoint_id, event.tenant_id, event.number, "pending", 0, now_ns, 0, "")
+            for event in events
+            for endpoint in endpoints
+            if _wants(endpoint, event)
+        ]
+        await insert_new(self._session, WebhookDelivery, (*_COLUMNS, *_MORE), rows)
+
+    async def _judge(self, endpoint: WebhookEndpoint, attempt: Attempt, now_ns: int) -> None:
+        """What the attempt says of the endpoint itself."""
+        if attempt.succeeded:
+            endpoint.failing_since_unix_ns = None
+        elif attempt.status == GONE:
+            await set_status(self._session, endpoint, "gone", now_ns)
+        else:
+            endpoint.failing_since_unix_ns = endpoint.failing_since_unix_ns or now_ns
+            if now_ns - endpoint.failing_since_unix_ns >= GIVE_UP_NS:
+                await set_status(self._session, endpoint, "failing", now_ns)
+        self._session.add(endpoint)
+
+
+def _due(now_ns: int, busy: Busy) -> tuple[Any, ...]:
+    return (
+        WebhookDelivery.state == "pending",
+        WebhookDelivery.due_unix_ns <= now_ns,
+        col(WebhookDelivery.endpoint_id).not_in(busy.endpoints),
+        col(WebhookDelivery.tenant_id).not_in(busy.tenants),
+    )
+
+
+def _wants(endpoint: WebhookEndpoint, event: Event) -> bool:
+    if endpoint.tenant_id != event.tenant_id:
+        return False
+    if event.kind == TEST_KIND:
+        return event.endpoint_id == endpoint.endpoint_id
+    return not endpoint.kinds or event.kind in endpoint.kinds
+
+
+def _retry_ns(attempts: int) -> int | None:
+    """How long to wait after so many attempts; None: no more. Spread, so that what failed together comes apart."""
+    if attempts > len(RETRY_AFTER_S):
+        return None
+    return int(RETRY_AFTER_S[attempts - 1] * _S * random.uniform(1, 1 + JITTER))  # noqa: S311 (no secret)
