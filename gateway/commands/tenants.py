@@ -41,7 +41,10 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
     if as_json:
         show(found, as_json, {})
         return
-    for field, value in [*((field, found[field]) for field in TENANT), *found["limits"].items()]:
+    for field, value in [
+        *((field, found[field]) for field in (*TENANT, "billing_reference")),
+        *found["limits"].items(),
+    ]:
         click.echo(f"{field:32}{cell(value)}")
 
 
@@ -50,11 +53,14 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
 @click.argument("changes", nargs=-1, required=True, metavar="FIELD=VALUE...")
 @ops_options
 def tenant_set(name: str, changes: tuple[str, ...], as_json: bool, **where: Any) -> None:
-    """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone or status."""
+    """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone, status or
+    billing_reference (what Stripe calls it, for `tenora export`)."""
     fields = dict(map(parse_change, changes))
     api = ops_api(**where)
     path = f"/tenants/{find_tenant(api, name)['id']}"
-    own = {field: fields.pop(field) for field in ("name", "time_zone", "status") if field in fields}
+    own = {
+        field: fields.pop(field) for field in ("name", "time_zone", "status", "billing_reference") if field in fields
+    }
     if fields:
         api.call("PATCH", f"{path}/limits", json=fields)
     answer = api.call("PATCH", path, json=own) if own else api.call("GET", path)
