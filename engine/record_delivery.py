@@ -40,7 +40,7 @@ class RecordDelivery:
         self._acks: list[wire.Ack] = []
         self._gateways: list[Connection] = []  # the first is the one that gets the records
         self._sent = journal.acked
-        self._progress_s = clock()
+        self._progress_s = self._waiting_s = clock()
         self._ack_saved = journal.acked
         self._settled = asyncio.Event()
         self._ending = False
@@ -50,7 +50,14 @@ class RecordDelivery:
         """Records that the ledger isn't known to have."""
         return self._journal.last - self._journal.acked + len(self._pending)
 
+    @property
+    def stalled_s(self) -> float:
+        """How long records have waited without any being acknowledged."""
+        return self._clock() - self._waiting_s if self.num_unacked else 0.0
+
     def append(self, payload: bytes) -> None:
+        if not self.num_unacked:
+            self._waiting_s = self._clock()
         self._pending.append(payload)
         self._changed.set()
 
@@ -119,7 +126,7 @@ class RecordDelivery:
             if not self._journal.acknowledge(ack.number, ack.hash):
                 logger.warning("an ack of record %d doesn't match it", ack.number)
             if self._journal.acked > before:
-                self._progress_s = self._clock()
+                self._progress_s = self._waiting_s = self._clock()
 
     async def _write_pending(self) -> None:
         """One group: what gathered while the one before was written."""

@@ -1,4 +1,4 @@
-"""Numbers of what was charged, in the order of the commits, and the way along them: nothing is missed, nothing twice."""
+"""Numbers of what was charged, in the order of the commits, and the way along them: each entry once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -55,7 +55,8 @@ async def charged(
     for row in (await session.exec(_from_rollups(piece, dimensions, where))).all():  # pyright: ignore[reportCallIssue,reportArgumentType]
         for meter in SUMMED_METERS:
             found[_key(row, dimensions)].add(meter, int(getattr(row, meter)), total(row, meter))
-    for parts in (piece.c.width_s == RAW, _not_summed(piece)):
+    parts_of = [_not_summed(piece)] + [piece.c.width_s == RAW] * any(width_s == RAW for _, width_s, _, _ in pieces)
+    for parts in parts_of:
         for row in (await session.exec(_from_entries(piece, dimensions, where, parts))).all():  # pyright: ignore[reportCallIssue,reportArgumentType]
             found[_key(row, dimensions)].add(row.meter, int(row.quantity), total(row, "amount"))
     return found

@@ -237,9 +237,6 @@ def check_a_step_in_the_air_feeds_the_next(name: str = "tiny") -> dict[str, floa
     return {}
 
 
-CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
-
-
 def check_ops_are_timed_on_the_device_and_steps_by_hand_by_op(name: str = "tiny") -> dict[str, float]:
     """Events inside what the host saw; a replayed graph is one op, what is launched by hand is told apart. What being
     timed costs a step, told as milliseconds."""
@@ -248,7 +245,7 @@ def check_ops_are_timed_on_the_device_and_steps_by_hand_by_op(name: str = "tiny"
         runner, _ = make_runner(name, 0, has_graphs=has_graphs)
         counters = runner.device_counters
         rows = Rows(random_config(name), [33] * NUM_ROWS)
-        for way, every in (("plain", 1 << 30), ("timed", 1)):
+        for way, every in (("first", 1 << 30), ("plain", 1 << 30), ("timed", 1)):
             runner.time_ops(every)
             begin = time.perf_counter()
             for _ in range(20):
@@ -261,6 +258,9 @@ def check_ops_are_timed_on_the_device_and_steps_by_hand_by_op(name: str = "tiny"
         assert 0 < sum(spent.values()) < found[f"graphs {has_graphs} timed ms"] * 20 * 1e6, spent
         found |= {f"graphs {has_graphs} {op} us a step": ns / 19e3 for op, ns in spent.items()}
     return found
+
+
+CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
 def run_checks(names: Sequence[str] = ()) -> dict[str, object]:

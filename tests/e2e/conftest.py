@@ -31,5 +31,6 @@ TINY_OPTIONS = ("--block-size", "4", "--kv-blocks", "256", "--context", "128", "
 def tiny(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Served]:
     """The tiny random model: context 128, blocks of 4 tokens, 2 adapter slots, rank limit 16, two gateways."""
     options = ("--model", f"tiny={model_dir}", "--gateways", "2", "--max-adapter-rank", "16", *TINY_OPTIONS)
+    options += ("--webhook-loopback",)
     with serving(tmp_path_factory.mktemp("tiny-home"), *options) as served:
         yield served

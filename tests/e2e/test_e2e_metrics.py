@@ -1,14 +1,16 @@
 """Every metric that is served moves under load: a name that never moves is a lie on a dashboard."""
 
 import concurrent.futures
-from pathlib import Path
+from collections import Counter
+from dataclasses import dataclass
 
 import httpx
 import psutil
 import pytest
 
+from tests.load import OPTIONS, load, models
+from tests.observed import documented, drawn, families, gaps, items, unknown_names
 from tests.served import Served, eventually, parse_metrics, serving
-from tests.tiny import tiny_adapter, write_peft_dir
 
 # What load on a healthy machine can't move, with the test that moves it.
 MOVED_ELSEWHERE = {
@@ -17,6 +19,11 @@ MOVED_ELSEWHERE = {
     "tenora_engine_gateways": "below: a killed gateway",
     "tenora_usage_journal_failing": "tests/unit/engine: a full disk",
     "tenora_grammar_cut_total": "tests/unit/engine: a mask that costs too much",
+    "tenora_usage_stalled_seconds": "tests/unit/engine: records that nobody acknowledges",
+    "tenora_lost_request_gpu_seconds_total": "tests/unit/engine: a gateway that is lost",
+    "tenora_collective_seconds_bucket": "nothing: an engine has one device",
+    "tenora_collective_seconds_count": "nothing: an engine has one device",
+    "tenora_collective_seconds_sum": "nothing: an engine has one device",
     "tenora_store_away": "tests/unit/gateway: a store that is down",
     "tenora_reports_failed_total": "tests/unit/gateway: a measure that is not sound",
 }
@@ -24,34 +31,32 @@ MOVED_ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, model_dir):
-    """A pool so small that eight requests preempt each other."""
-    options = ("--block-size", "4", "--kv-blocks", "64", "--context", "128", "--adapter-slots", "2", "--demo")
-    with serving(tmp_path_factory.mktemp("metrics"), "--model", f"tiny={model_dir}", *options) as running:
+    with serving(tmp_path_factory.mktemp("metrics"), *models(model_dir), *OPTIONS) as running:
         yield running
 
 
-def load(served: Served, key: str, tmp_path: Path) -> None:
-    """Good, cached, refused, adapter and too many requests."""
-    path = write_peft_dir(tmp_path, tiny_adapter(1))
-    files = {name: (path / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+@dataclass(frozen=True)
+class Watched:
+    """Samples by metric: before the load, all that were seen while it ran, and after it."""
 
-    def call(i: int) -> int:
-        body = {
-            "model": ("tiny", "A")[i % 2], "prompt": [5 + i % 3] * 30, "max_tokens": 80, "ignore_eos": True,
-            "stream": i % 3 == 0, "service_tier": ("priority", "default", "flex")[i % 3],
-        }  # fmt: skip
-        with served.http(key) as http:
-            return http.post("/completions", json=body).status_code
+    before: dict[str, dict]
+    seen: dict[str, set]
+    after: dict[str, dict]
+    labels: dict[str, set[str]]  # metric, a histogram under its own name → labels
 
-    with served.http(key) as http, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert http.post("/adapters", data={"name": "A", "base_model": "tiny"}, files=files).status_code == 201
-        assert set(pool.map(call, range(24))) == {200}
-        assert http.post("/completions", json={"model": "tiny", "prompt": "x", "max_tokens": -1}).status_code == 400
-        shaped = {"model": "tiny", "prompt": "x", "max_tokens": 8, "response_format": {"type": "json_object"}}
-        assert http.post("/completions", json=shaped).status_code == 200
-    with served.http(served.new_tenant("poor", requests_per_minute=1)) as http:
-        body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
-        assert {http.post("/completions", json=body).status_code for _ in range(3)} == {200, 429}
+
+@pytest.fixture(scope="module")
+def watched(served: Served, tmp_path_factory) -> Watched:
+    before, seen = by_family(served.metrics()), {}
+    key = served.new_tenant("metrics-tenant")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(load, served, key, tmp_path_factory.mktemp("load"))
+        while not running.done():
+            for name, samples in by_family(served.metrics()).items():
+                seen.setdefault(name, set()).update(samples.items())
+        running.result()
+    after = served.metrics()
+    return Watched(before, seen, by_family(after), families(after, documented()))
 
 
 def by_family(samples: dict) -> dict[str, dict]:
@@ -61,71 +66,87 @@ def by_family(samples: dict) -> dict[str, dict]:
     return families
 
 
-def test_load_moves_every_served_metric(served: Served, tmp_path: Path):
-    before = served.metrics()
-    seen: dict[str, set] = {}
-    key = served.new_tenant("metrics-tenant")
+def test_load_moves_every_served_metric(watched: Watched):
+    names = {name for name in watched.after if name.startswith(("tenora_", "vllm:"))}
 
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(load, served, key, tmp_path)
-        while not running.done():
-            for name, samples in by_family(served.metrics()).items():
-                seen.setdefault(name, set()).update(samples.items())
-        running.result()
-    after = by_family(served.metrics())
-
-    names = {name for name in after if name.startswith(("tenora_", "vllm:")) and not name.endswith("_created")}
-    start = by_family(before)
     still = {
         name
         for name in names - MOVED_ELSEWHERE.keys()
-        if not (seen.get(name, set()) | set(after[name].items())) - set(start.get(name, {}).items())
+        if not (watched.seen.get(name, set()) | set(watched.after[name].items()))
+        - set(watched.before.get(name, {}).items())
     }
     assert not still, f"served, and never moved: {sorted(still)}"
     assert len(names) > 30
 
 
-EXPECTED = """
-tenora_requests_total tenora_request_phase_seconds tenora_time_to_first_token_seconds
-tenora_time_per_output_token_seconds tenora_request_seconds tenora_tokens_total tenora_queue_depth
-tenora_admission_refusals_total tenora_batch_sequences tenora_batch_tokens tenora_step_seconds tenora_kv_blocks
-tenora_kv_fragmentation_ratio tenora_kv_block_reuse_total tenora_prefix_cache_tokens_total tenora_preemptions_total
-tenora_adapters_resident tenora_adapter_load_seconds tenora_adapter_slots tenora_gpu_seconds_total
-tenora_phase_gpu_seconds_total tenora_gpu_utilization_ratio tenora_kv_blocks_in_use
-vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc vllm:lora_requests_info
-""".split()
+# Served only once what they count has happened, or where there is such a device
+SOMETIMES = {"tenora_records_unbooked_total", "tenora_slo_requests_total"}
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_the_names_of_the_interface_are_served(served: Served, name: str):
-    samples = {found for found, _ in served.metrics()}
+def test_what_is_served_is_what_is_documented(watched: Watched):
+    found, loaded = documented(), watched.labels
 
-    assert {name, f"{name}_count", f"{name}_total"} & samples
+    assert {name for name in loaded if name not in found} == set(), "served, and not in ops/METRICS.md"
+    assert found.keys() - loaded.keys() - SOMETIMES == set(), "in ops/METRICS.md, and not served"
+    assert {name: labels - found[name] for name, labels in loaded.items() if labels - found[name]} == {}
+    assert {name: found[name] - labels for name, labels in loaded.items() if found[name] - labels} == {}
 
 
-def test_a_killed_gateway_takes_nothing_out_of_the_sum(served: Served):
-    """Case 24 on the real product: counters never fall and count nothing twice, over a kill and a restart."""
+def test_every_query_of_every_dashboard_and_rule_names_what_is_served(watched: Watched):
+    loaded = watched.labels
+    never_here = {name: labels for name, labels in documented().items() if name in SOMETIMES}
 
-    def requests_total() -> float:
-        return served.metric("tenora_requests_total")
+    assert unknown_names(never_here | loaded) == []
+    assert gaps(loaded, drawn(), items()) == []
 
-    with served.http() as http:
-        for _ in range(5):
-            assert http.post("/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
-    before = requests_total()
-    (gateway,) = served.gateways()
-    gateway.kill()
-    during = [requests_total() for _ in range(5)]
-    eventually(lambda: served.gateways() and served.gateways()[0].pid != gateway.pid)
 
-    def works() -> bool:
-        with served.http() as http:
-            return http.post("/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, model_dir):
+    """Four gateways on one socket."""
+    options = ("--model", f"tiny={model_dir}", "--gateways", "4", *OPTIONS)
+    with serving(tmp_path_factory.mktemp("four"), *options) as running:
+        yield running
 
-    eventually(works)
 
-    assert during == [before] * 5
-    eventually(lambda: requests_total() == before + 1)
+def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kill_and_a_restart(four: Served):
+    """Case 24: 40 requests, 10 of them refused; twenty scrapes; one gateway killed and restarted; 10 more."""
+
+    def call(max_tokens: int) -> int:
+        with four.http() as http:  # each on a connection of its own: any of the four takes it
+            body = {"model": "tiny", "prompt": "x", "max_tokens": max_tokens}
+            return http.post("/completions", json=body).status_code
+
+    def outcomes() -> tuple[float, float, float]:
+        metrics = four.metrics()
+        told = {}
+        for (name, labels), value in metrics.items():
+            if name == "tenora_requests_total":
+                told[dict(labels)["outcome"]] = told.get(dict(labels)["outcome"], 0) + value
+        return told.get("200", 0), told.get("400", 0), metrics["tenora_store_away", ()]
+
+    # new_tenant's and the fixtures' own calls run no model
+    good, bad, _ = outcomes()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = Counter(pool.map(call, [-1 if number % 4 == 0 else 1 for number in range(40)]))
+    eventually(lambda: outcomes()[:2] == (good + 30, bad + 10))
+    scrapes = [outcomes() for _ in range(20)]
+
+    victim = max(four.gateways(), key=lambda process: sum(process.cpu_times()[:2]))
+    victim.kill()
+    during = [outcomes() for _ in range(5)]
+    eventually(lambda: len(four.gateways()) == 4 and victim.pid not in {child.pid for child in four.gateways()})
+    eventually(lambda: httpx.get(f"{four.ops_url}/readyz").status_code == 200)
+    totals = []
+    for _ in range(10):
+        assert call(1) == 200
+        totals.append(eventually(lambda: (seen := outcomes()[0]) > good + 30 + len(totals) - 1 and seen))
+    eventually(lambda: outcomes()[:2] == (good + 40, bad + 10))
+
+    assert answers == {200: 30, 400: 10}
+    assert scrapes == [(good + 30, bad + 10, 0)] * 20
+    assert during == [(good + 30, bad + 10, 0)] * 5
+    assert totals == sorted(totals)
+    assert max(totals) <= good + 40
 
 
 def test_metrics_need_no_key_and_speak_openmetrics_when_asked(served: Served):

@@ -1,14 +1,14 @@
 """what an operator's billing system calls a tenant
 
 Revision ID: billing_reference
-Revises: webhooks
+Revises: adapter_hours
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "billing_reference"
-down_revision = "webhooks"
+down_revision = "adapter_hours"
 branch_labels = None
 depends_on = None
 
