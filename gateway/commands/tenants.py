@@ -8,6 +8,7 @@ import click
 from gateway.commands.common import Failed, cell, find_tenant, ops_api, ops_options, parse_change, show
 
 TENANT = {"id": "ID", "name": "NAME", "status": "STATUS", "time_zone": "TIME ZONE"}
+_OWN = ("name", "time_zone", "status", "billing_reference")
 
 
 @click.group("tenant")
@@ -41,10 +42,8 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
     if as_json:
         show(found, as_json, {})
         return
-    for field, value in [
-        *((field, found[field]) for field in (*TENANT, "billing_reference")),
-        *found["limits"].items(),
-    ]:
+    own = {field: found[field] for field in (*TENANT, "billing_reference")}
+    for field, value in (own | found["limits"]).items():
         click.echo(f"{field:32}{cell(value)}")
 
 
@@ -58,9 +57,7 @@ def tenant_set(name: str, changes: tuple[str, ...], as_json: bool, **where: Any)
     fields = dict(map(parse_change, changes))
     api = ops_api(**where)
     path = f"/tenants/{find_tenant(api, name)['id']}"
-    own = {
-        field: fields.pop(field) for field in ("name", "time_zone", "status", "billing_reference") if field in fields
-    }
+    own = {field: fields.pop(field) for field in _OWN if field in fields}
     if fields:
         api.call("PATCH", f"{path}/limits", json=fields)
     answer = api.call("PATCH", path, json=own) if own else api.call("GET", path)

@@ -70,7 +70,7 @@ def test_each_entry_is_a_cloud_event_under_its_permanent_name(ops: httpx.Client)
         "source": "/tenora/ledger",
         "type": "tenora.usage.input_uncached_tokens",
         "subject": told["id"],
-        "time": "2030-03-17T20:00:00.123456789Z",
+        "time": "2030-03-17T18:00:00.123456789Z",
         "datacontenttype": "application/json",
         "data": None,
     }
