@@ -1,14 +1,14 @@
 """what an operator's billing system calls a tenant
 
 Revision ID: billing_reference
-Revises: adapter_hours
+Revises: wallet
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "billing_reference"
-down_revision = "adapter_hours"
+down_revision = "wallet"
 branch_labels = None
 depends_on = None
 
