@@ -1,14 +1,14 @@
 """what an operator's billing system calls a tenant
 
 Revision ID: billing_reference
-Revises: wallet
+Revises: costly_records
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "billing_reference"
-down_revision = "wallet"
+down_revision = "costly_records"
 branch_labels = None
 depends_on = None
 
