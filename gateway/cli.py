@@ -15,6 +15,7 @@ from gateway.commands.adapters import adapter
 from gateway.commands.audit import audit
 from gateway.commands.backup import backup
 from gateway.commands.common import Failed, OneLine, database_options, show
+from gateway.commands.exports import export
 from gateway.commands.invoices import invoice
 from gateway.commands.keys import key
 from gateway.commands.operators import operator
@@ -83,7 +84,7 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo):
+for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo, export):
     main.add_command(command)
 
 

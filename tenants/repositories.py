@@ -4,6 +4,7 @@ Every read of what a tenant owns takes ``tenant_id``; what is not the caller's i
 have files of their own; their classes are importable from here.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -122,6 +123,17 @@ class TenantRepository:
         """The zone of its days and months. Raises NotFound, InvalidValue."""
         check_time_zone(time_zone)
         return await self._change(tenant_id, lambda tenant: setattr(tenant, "time_zone", time_zone))
+
+    async def set_billing_reference(self, tenant_id: str, reference: str | None) -> Tenant:
+        """What the operator's billing system calls it; None: nothing. Raises NotFound, InvalidValue."""
+        if reference is not None and not re.fullmatch(r"[!-~]{1,64}", reference):
+            raise InvalidValue("billing_reference", "has 1 to 64 printable ASCII characters, and no blanks")
+        return await self._change(tenant_id, lambda tenant: setattr(tenant, "billing_reference", reference))
+
+    async def billing_references(self) -> dict[str, str]:
+        """By tenant, the deleted ones too: what they owe is still to be told."""
+        query = select(Tenant.tenant_id, Tenant.billing_reference).where(col(Tenant.billing_reference).is_not(None))
+        return {tenant_id: reference for tenant_id, reference in (await self._session.exec(query)).all() if reference}
 
     async def rename(self, tenant_id: str, name: str) -> Tenant:
         """A name is what people call it; its id, and all that hangs on it, stays. Raises NotFound, NameTaken."""

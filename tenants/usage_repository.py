@@ -42,7 +42,7 @@ class UsageRepository:
         """Ledger amounts; ``line_item`` is the meter. Raises InvalidValue for a group that costs do not have."""
         query.check_groups("line_item", "api_key_id", "project_id")
         buckets = [CostBucket(*interval, []) for interval in query.intervals()]
-        groups = [name for name in query.group_by if name != "line_item"]
+        groups: list[GroupBy] = [name for name in query.group_by if name != "line_item"]
         for (number, labels), sums in sorted((await self._found(tenant_id, query, groups)).items()):
             named = dict(zip(groups, labels, strict=True))
             if "line_item" in query.group_by:

@@ -54,8 +54,9 @@ async def charged(
     piece = values(*_PIECE, name="piece").data(pieces).cte()
     for row in (await session.exec(_from_rollups(piece, dimensions, where))).all():  # pyright: ignore[reportCallIssue,reportArgumentType]
         for meter in SUMMED_METERS:
-            found[_key(row, dimensions)].add(meter, int(getattr(row, meter)), total(row, meter))
-    for parts in (piece.c.width_s == RAW, _not_summed(piece)):
+            found[_key(row, dimensions)].add(meter, int(getattr(row, meter) or 0), total(row, meter))
+    parts_of = [_not_summed(piece)] + [piece.c.width_s == RAW] * any(width_s == RAW for _, width_s, _, _ in pieces)
+    for parts in parts_of:
         for row in (await session.exec(_from_entries(piece, dimensions, where, parts))).all():  # pyright: ignore[reportCallIssue,reportArgumentType]
             found[_key(row, dimensions)].add(row.meter, int(row.quantity), total(row, "amount"))
     return found
@@ -77,7 +78,8 @@ def _from_rollups(piece: CTE, dimensions: Sequence[str], where: Where) -> Any:
         _rollups.c.start_s >= piece.c.from_s,
         _rollups.c.start_s < piece.c.until_s,
     )
-    joined = _series.join(piece, true()).join(_rollups, within)
+    # outer: SQLite then begins with the series, and never reads all rollups once a piece; sums of nothing are null
+    joined = _series.join(piece, true()).join(_rollups, within, isouter=True)
     sums = (func.sum(_rollups.c[name]).label(name) for name in SUMS)
     return select(*keys, *sums).select_from(joined).where(*where(_series)).group_by(*keys)
 

@@ -16,6 +16,7 @@ CREDIT = {
     "free_picousd": "FREE",
 }
 TENANT = {"id": "ID", "name": "NAME", "status": "STATUS", "time_zone": "TIME ZONE"}
+_OWN = ("name", "time_zone", "status", "billing_reference")
 
 
 @click.group("tenant")
@@ -49,7 +50,8 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
     if as_json:
         show(found, as_json, {})
         return
-    for field, value in [*((field, found[field]) for field in TENANT), *found["limits"].items()]:
+    own = {field: found[field] for field in (*TENANT, "billing_reference")}
+    for field, value in (own | found["limits"]).items():
         click.echo(f"{field:32}{cell(value)}")
 
 
@@ -58,13 +60,14 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
 @click.argument("changes", nargs=-1, required=True, metavar="FIELD=VALUE...")
 @ops_options
 def tenant_set(name: str, changes: tuple[str, ...], as_json: bool, **where: Any) -> None:
-    """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone or status."""
+    """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone, status or
+    billing_reference (what Stripe calls it, for `tenora export`)."""
     fields = dict(map(parse_change, changes))
     if (alerts := fields.get("spend_alerts")) is not None:
         fields["spend_alerts"] = _percentages(alerts)
     api = ops_api(**where)
     path = f"/tenants/{find_tenant(api, name)['id']}"
-    own = {field: fields.pop(field) for field in ("name", "time_zone", "status") if field in fields}
+    own = {field: fields.pop(field) for field in _OWN if field in fields}
     if fields:
         api.call("PATCH", f"{path}/limits", json=fields)
     answer = api.call("PATCH", path, json=own) if own else api.call("GET", path)

@@ -1,11 +1,12 @@
 """A ledger of many records: filled by SQL inside the database, then asked and added to as in production.
 
-The rows that are there before are synthetic (three entries a record, random entry ids, in the order of time, over one
-month of 100 tenants with two models each); secondary indexes and rollups are made after them. What is measured is the
-product's own code on top of them.
+The rows that are there before are synthetic: three entries a record, over one month of 100 tenants with two models
+each, in the order of time; entry ids rise with it, spread over all that an id can be. Secondary indexes and rollups are
+made after them. What is measured is the product's own code on top of them.
 """
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from sqlalchemy import BigInteger, Boolean
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.schema import CreateIndex
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
-from tenants.database import Database
+from tenants.database import Database, create_engine
 from tenants.money import limbs
 from tenants.pricing import ANY, RateCard
 from tenants.rollup_check import coarser_sums, differences
@@ -36,6 +38,7 @@ PRICES = {"input_uncached_tokens": 5 * 10**9, "output_tokens": 10**10 - 1, "requ
 DEAR = RateCard("rc_1", 1, 0, {(meter, ANY, ANY): PRICES.get(meter, 0) for meter in (*PRICES, "input_cached_tokens")})
 A_REQUEST = sum(TOKENS[meter] * price for meter, price in PRICES.items())
 _TABLES = [table.__table__ for table in (RequestRecord, LedgerEntry)]  # pyright: ignore[reportAttributeAccessIssue]
+_INDEXES = [index for table in _TABLES for index in table.indexes]
 
 _SQLITE = {
     "numbers": "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {rows} - 1) ",
@@ -43,7 +46,7 @@ _SQLITE = {
     "request_id": "printf('%08x-0000-7000-8000-%012x', i / 65536, i)",
     "tenant_id": "printf('ten_%024x', i % 100)",
     "key_id": "printf('%010d', i % 100)",
-    "entry_id": "lower(hex(randomblob(18)))",
+    "entry_id": "printf('%016x-%019x', (i * 3 + {number}) * {step}, i)",
 }
 _POSTGRESQL = {
     "numbers": "",
@@ -51,50 +54,52 @@ _POSTGRESQL = {
     "request_id": "lpad(to_hex(i / 65536), 8, '0') || '-0000-7000-8000-' || lpad(to_hex(i), 12, '0')",
     "tenant_id": "'ten_' || lpad(to_hex(i % 100), 24, '0')",
     "key_id": "lpad((i % 100)::text, 10, '0')",
-    "entry_id": "gen_random_uuid()::text",
+    "entry_id": "lpad(to_hex((i * 3 + {number}) * {step}), 16, '0') || '-' || lpad(to_hex(i), 19, '0')",
 }
 
 
 async def fill(url: str, rows: int) -> None:
     """``rows`` records, their entries, the rollups."""
+    with told("records and entries"):
+        await (_fill_sqlite if url.startswith("sqlite") else _fill_postgresql)(url, rows)
     database = Database(url)
     await database.start()
-    engine = database._engine
-    assert engine is not None
-    postgres = engine.dialect.name == "postgresql"
     try:
-        with told("records and entries"):
-            async with engine.connect() as connection:
-                await _insert(connection, rows, postgres)
         with told("rollups"):
             async with database.transaction() as session:
                 await _sum_up(session)
-        if postgres:
-            async with engine.connect() as connection:
-                plain = await connection.execution_options(isolation_level="AUTOCOMMIT")
-                await plain.exec_driver_sql("VACUUM ANALYZE")
     finally:
         await database.close()
 
 
-async def _insert(connection: AsyncConnection, rows: int, postgres: bool) -> None:
-    settings = ("SET maintenance_work_mem = '1GB'",) if postgres else ("PRAGMA cache_size = -2000000",)
-    for setting in settings:
-        await connection.exec_driver_sql(setting)
-    indexes = [index for table in _TABLES for index in table.indexes]
-    for index in indexes:
-        await connection.run_sync(index.drop)
-    if postgres:
-        await connection.exec_driver_sql("ALTER TABLE ledger_entry DROP CONSTRAINT pk_ledger_entry")
-    for statement in _statements(rows, _POSTGRESQL if postgres else _SQLITE):
-        await connection.exec_driver_sql(statement)
-    if postgres:
-        await connection.exec_driver_sql(
-            "ALTER TABLE ledger_entry ADD CONSTRAINT pk_ledger_entry PRIMARY KEY (entry_id)"
-        )
-    for index in indexes:
-        await connection.run_sync(index.create)
-    await connection.commit()
+async def _fill_sqlite(url: str, rows: int) -> None:
+    """Without a journal: a load that fails is begun anew."""
+    connection = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+    for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -1000000"):
+        connection.execute(f"PRAGMA {pragma}")
+    for index in _INDEXES:
+        connection.execute(f"DROP INDEX {index.name}")
+    for statement in _statements(rows, _SQLITE):
+        connection.execute(statement)
+    for index in _INDEXES:
+        connection.execute(str(CreateIndex(index).compile(dialect=sqlite.dialect())))
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+
+
+async def _fill_postgresql(url: str, rows: int) -> None:
+    engine = create_engine(url)
+    async with engine.connect() as connection:
+        plain = await connection.execution_options(isolation_level="AUTOCOMMIT")
+        await plain.exec_driver_sql("SET maintenance_work_mem = '1GB'")
+        for index in _INDEXES:
+            await plain.run_sync(index.drop)
+        for statement in _statements(rows, _POSTGRESQL):
+            await plain.exec_driver_sql(statement)
+        for index in _INDEXES:
+            await plain.run_sync(index.create)
+        await plain.exec_driver_sql("VACUUM ANALYZE")
+    await engine.dispose()
 
 
 def _statements(rows: int, dialect: dict[str, str]) -> Iterator[str]:
@@ -107,9 +112,10 @@ def _statements(rows: int, dialect: dict[str, str]) -> Iterator[str]:
     record = {"outcome": "200", "prompt_tokens": "200", "output_tokens": "64", "price_picousd": str(A_REQUEST)}
     record |= {"billed": "true", "gpu_ns": "1000000 + i % 1000", "admitted_unix_ns": at_ns, "finished_unix_ns": at_ns}
     yield _into(_TABLES[0], rows, dialect, common | record | {"operation": "'chat'"})
-    for meter, price in PRICES.items():
+    for number, (meter, price) in enumerate(PRICES.items()):
         quantity = TOKENS[meter]
-        entry = {"entry_id": dialect["entry_id"], "meter": f"'{meter}'", "quantity": str(quantity)}
+        name = dialect["entry_id"].format(number=number, step=(1 << 63) // (3 * rows))
+        entry = {"entry_id": name, "meter": f"'{meter}'", "quantity": str(quantity)}
         entry |= {"unit_price_picousd": str(price), "amount_picousd": str(quantity * price)}
         yield _into(_TABLES[1], rows, dialect, common | entry | {"occurred_unix_ns": at_ns})
 

@@ -26,11 +26,12 @@ class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TenantChanges(msgspec.Struct, forbid_unknown_fields=True):
-    """None leaves a field as it is."""
+    """None leaves a field as it is, but ``billing_reference``, which it takes away."""
 
     name: str | None = None
     status: Literal["active", "suspended"] | None = None
     time_zone: str | None = None
+    billing_reference: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Tenants(Controller):
@@ -56,7 +57,7 @@ class Tenants(Controller):
 
     @patch("/{tenant_id:str}", guards=[needs("admin")])
     async def change(self, request: Request, tenant_id: FromPath[str], data: JSONBody[TenantChanges]) -> Body:
-        """Its name, status and zone. A suspended tenant's running requests end at their next step."""
+        """Its name, status, zone, billing reference. A suspended tenant's running requests end at their next step."""
 
         async def work(session) -> tuple[Body, Change]:
             tenants = TenantRepository(session)
@@ -68,6 +69,8 @@ class Tenants(Controller):
                 await tenants.set_status(tenant_id, data.status)
             if data.time_zone is not None:
                 await tenants.set_time_zone(tenant_id, data.time_zone)
+            if data.billing_reference is not msgspec.UNSET:
+                await tenants.set_billing_reference(tenant_id, data.billing_reference)
             return _changed("tenant.change", tenant, before)
 
         return await change(request, work)
