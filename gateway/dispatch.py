@@ -78,7 +78,7 @@ class Dispatch:
             if flight.work.principal.key_id in key_ids:
                 flight.revoke()
 
-    def context(self, call: Call, work: Work, attempt: int) -> bytes:
+    def context(self, call: Call, work: Work, attempt: int, card: RateCard) -> bytes:
         """What the engine carries for the ledger, sealed."""
         principal, admitted_ns = work.principal, call.unix_ns(call.read_ns)
         context = RequestContext(
@@ -90,7 +90,7 @@ class Dispatch:
             model=work.target.name,
             adapter_version_id=work.target.adapter_version_id,
             flow_class=work.flow_class,
-            rate_card_id=self._rate_card_id(admitted_ns),
+            rate_card_id=card.rate_card_id,
             admitted_unix_ns=admitted_ns,
             trace_id=call.trace_id,
             operation=work.operation,
@@ -100,13 +100,14 @@ class Dispatch:
         )
         return seal(context, self.secrets.context_key)
 
-    def _rate_card_id(self, unix_ns: int) -> str:
+    def card_of(self, call: Call) -> RateCard:
+        """The prices of the time when the call's body was read."""
         try:
-            return self.rate_card(unix_ns).rate_card_id
+            return self.rate_card(call.unix_ns(call.read_ns))
         except LookupError:
             raise ApiError("No prices are in force.", code="billing_unavailable") from None
 
-    def submission(self, call: Call, work: Work, ticket: Ticket, attempt: int) -> wire.Submit:
+    def submission(self, call: Call, work: Work, ticket: Ticket, attempt: int, card: RateCard) -> wire.Submit:
         principal, target = work.principal, work.target
         salt = f"only {call.request_id}" if principal.cache_policy == "off" else work.cache_salt
         return wire.Submit(
@@ -120,7 +121,7 @@ class Dispatch:
             granted_tokens=ticket.granted_tokens,
             num_choices=work.num_choices,
             adapter_key=target.adapter_key,
-            context=self.context(call, work, attempt),
+            context=self.context(call, work, attempt, card),
         )
 
     async def engine(self, call: Call, work: Work, avoid: EngineClient | None) -> EngineClient:
@@ -153,7 +154,8 @@ class Dispatch:
 @dataclass(slots=True, eq=False)
 class Flight:
     """One request at an engine. ``outcome`` is how it ended for the caller: HTTP status, 499, or OUTCOME_LOST;
-    times are of the monotonic clock, ``first_token_ns`` is from the body's end to the first flushed token."""
+    times are of the monotonic clock, ``first_token_ns`` is from the body's end to the first flushed token. ``card`` is
+    there once it is submitted: its prices, whatever comes into force meanwhile."""
 
     dispatch: Dispatch
     call: Call
@@ -161,6 +163,7 @@ class Flight:
     ticket: Ticket
     outcome: int = 500
     usage: wire.Usage = field(default_factory=wire.Usage)
+    card: RateCard | None = None
     submitted_ns: int = 0
     finished_ns: int = 0
     first_token_ns: int = 0
@@ -179,7 +182,8 @@ class Flight:
         await self._extend_grant()
         if self._interruption:
             raise self._interruption
-        submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
+        self.card = self.card or self.dispatch.card_of(self.call)
+        submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt, self.card)
         try:
             self._stream = engine.submit(submit)
         except EngineLost:
@@ -340,10 +344,11 @@ class Flight:
 
     def _lost_record(self) -> wire.UsageRecord:
         """For the ledger, at no charge."""
+        assert self.card is not None, "it was submitted"
         usage, phases = self.usage, self.phases()
         return wire.UsageRecord(
             request_id=f"{self.call.request_id}:{self._attempt}",
-            context=self.dispatch.context(self.call, self.work, self._attempt),
+            context=self.dispatch.context(self.call, self.work, self._attempt, self.card),
             outcome=wire.OUTCOME_LOST,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,

@@ -57,7 +57,7 @@ from tenants.database import Database
 from tenants.directory import Directory
 from tenants.ledger import Ledger
 from tenants.local_share import LocalShare
-from tenants.pricing import Quantities, RateCard, charges, is_billed
+from tenants.pricing import Quantities, charges, is_billed
 from tenants.quota import Quota
 from tenants.secrets import Secrets
 from tenants.slo.sums import SloFold
@@ -87,7 +87,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         redis = Redis.from_url(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         directory = await _started(stack, Directory(database, redis, secrets))
-        telemetry = _telemetry(settings, directory, stack)
+        telemetry = _telemetry(settings, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
         settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
@@ -193,8 +193,8 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
             model.text()  # builds the tokenizer now, not at the first request
 
 
-def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
-    telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
+def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetry:
+    telemetry = Telemetry(price_of=_price)
     try:
         telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
     except ValueError as error:
@@ -204,14 +204,15 @@ def _telemetry(settings: Settings, directory: Directory, stack: contextlib.Async
     return telemetry
 
 
-def _price(rate_card, work: Work, flight: Flight) -> int:
+def _price(work: Work, flight: Flight) -> int:
     """Picousd, as the ledger will have it."""
     usage = flight.usage
-    if not is_billed(flight.outcome, usage.output_tokens):
+    if flight.card is None or not is_billed(flight.outcome, usage.output_tokens):
         return 0
-    card: RateCard = rate_card(flight.call.unix_ns(flight.call.read_ns))
     quantities = Quantities(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
-    return sum(line.amount_picousd for line in charges(quantities, card, work.target.model.name, work.flow_class))
+    return sum(
+        line.amount_picousd for line in charges(quantities, flight.card, work.target.model.name, work.flow_class)
+    )
 
 
 async def serve(settings: Settings, listener: socket.socket, index: int) -> None:
