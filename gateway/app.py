@@ -15,7 +15,7 @@ from gateway.call import call_of, named
 from gateway.errors import ApiError, as_api_error
 from gateway.methods import allowed_methods, without_options
 from gateway.parts import Parts, authenticated
-from gateway.routes import adapters, completions, health, invoices, models, openapi, requests, usage, webhooks
+from gateway.routes import adapters, completions, health, invoices, models, openapi, requests, slo, usage, webhooks
 
 _log = logging.getLogger("gateway.app")
 
@@ -34,6 +34,7 @@ def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
             *adapters.handlers,
             *requests.handlers,
             *usage.handlers,
+            *slo.handlers,
             *webhooks.handlers,
             *invoices.handlers,
             *health.handlers,

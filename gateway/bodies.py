@@ -5,6 +5,7 @@ from typing import Any
 
 from tenants.limits import KEY_LIMITS, RATE_LIMITS, SCOPE_KINDS, TENANT_LIMITS
 from tenants.pricing import RateCard
+from tenants.slo.objectives import PPM, Objective
 from tenants.tables import ApiKey, AuditEvent, OperatorKey, Tenant
 
 Body = dict[str, Any]
@@ -89,6 +90,27 @@ def event_body(event: AuditEvent) -> Body:
         "after": json.loads(event.after),
         "prev_hash": event.prev_hash,
         "hash": event.hash,
+    }
+
+
+def objective_body(objective: Objective) -> Body:
+    """``effective_at`` is when this version comes into force; ``threshold_ms`` is for reading, the ns are exact."""
+    return {
+        "id": objective.version_id,
+        "object": "slo_objective",
+        "tenant_id": objective.tenant_id,
+        "name": objective.name,
+        "description": objective.description,
+        "model": objective.model,
+        "class": objective.flow_class,
+        "sli": objective.sli,
+        "threshold_ns": objective.threshold_ns or None,
+        "threshold_ms": objective.threshold_ns / 10**6 if objective.threshold_ns else None,
+        "target": objective.target_ppm / PPM,
+        "window_days": objective.window_days,
+        "version": objective.version,
+        "effective_at": seconds(objective.effective_unix_ns),
+        "retired": objective.retired,
     }
 
 

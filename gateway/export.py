@@ -17,7 +17,11 @@ from tenants.tables import (
     ApiKey,
     Event,
     LedgerEntry,
+    RefusalMinute,
     RequestRecord,
+    SloIncident,
+    SloMinute,
+    SloObjective,
     Tenant,
     WebhookEndpoint,
 )
@@ -29,6 +33,7 @@ def _columns(kind: str) -> Callable[[Any], Body]:
     return lambda row: {"object": kind, **row.model_dump()}
 
 
+_MINUTE = ("minute_s", "model", "flow_class")
 _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # table, its key, how a row is shown
     (ApiKey, ("key_id",), key_body),
     (AdapterVersion, ("adapter_version_id",), _columns("adapter_version")),
@@ -37,6 +42,10 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
     (Event, ("event_id",), _columns("event")),
     (RequestRecord, ("request_id", "attempt"), _columns("request_record")),
     (LedgerEntry, ("entry_id",), entry_body),
+    (SloObjective, ("version_id",), _columns("slo_objective")),
+    (SloIncident, ("incident_id",), _columns("slo_incident")),
+    (SloMinute, (*_MINUTE, "sli", "version_id"), _columns("slo_minute")),
+    (RefusalMinute, (*_MINUTE, "base_model", "status", "reason", "process_id"), _columns("refusal_minute")),
 )
 
 

@@ -25,6 +25,7 @@ from redis.asyncio import Redis
 
 from engine.client import EngineClient, EngineLost
 from gateway import scrape
+from gateway.adapter_meter import AdapterMeter
 from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
@@ -34,6 +35,7 @@ from gateway.dispatch import Dispatch, Flight
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
+from gateway.left_behind import LeftBehind
 from gateway.limiter import Limiter
 from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
@@ -44,6 +46,7 @@ from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.refusals import Refusals
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
+from gateway.slo_watch import SloWatcher
 from gateway.span_sink import otlp_sink
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
@@ -92,9 +95,12 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         metrics = telemetry.metrics
         settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
         telemetry.on_refused = (await _started(stack, Refusals(database, metrics.count_slo))).count
+        await _started(stack, SloWatcher(database))
         catalog = Catalog()
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
+        if index == 0:
+            await _started(stack, LeftBehind(settings.home / "engines", settlement.take_left))
         quota = Quota(redis, settings.store_deadline_s)
         share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
         limiter = Limiter(quota, share, metrics.fallback)
@@ -222,6 +228,8 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with running_parts(settings, index) as parts:
         sweeping = asyncio.create_task(AdapterSweep(parts.adapters, parts.uploads).keep_sweeping(), name="sweep")
+        meter = AdapterMeter(parts.catalog, parts.targets, parts.database)
+        reading = asyncio.create_task(meter.keep_reading(), name="adapter-meter")
         registry = parts.pipeline.telemetry.metrics.registry
         bounds = Bounds(settings.max_connections, settings.receive_seconds)
         server = _Server(_uvicorn_config(build_app(parts), bounds))
@@ -237,6 +245,7 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
             server.should_exit = True
             await serving
         sweeping.cancel()
+        reading.cancel()
 
 
 async def _accepting(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:

@@ -35,8 +35,11 @@ from gateway.schemas import (
     Rollback,
     TextChoice,
 )
+from gateway.slo_answer import FORMATS
 from gateway.upload import CONFIG, FIELDS, FILES, WEIGHTS
 from gateway.webhooks.operations import WEBHOOKS
+from tenants.slo.page import TABLES
+from tenants.slo.report import Report as SloReport
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -89,6 +92,18 @@ def _report(report: Report) -> tuple[Parameter, ...]:
         "project_ids": (texts, "A tenant is its only project."),
         "user_ids": (texts, "Users are not told apart: none match."),
         "batch": ({"enum": ["true", "false"]}, "There are no batch jobs."),
+    }
+    return tuple(Parameter(name, "query", schema, text) for name, (schema, text) in query.items())
+
+
+def _slo() -> tuple[Parameter, ...]:
+    instant = {"type": "string", "pattern": "^([0-9]{1,10}|[0-9]{4}-[0-9]{2}-[0-9]{2})$"}
+    query = {
+        "start": (instant, "Unix seconds of a whole minute, or a date in your time zone."),
+        "end": (instant, "Not included; now, unless told."),
+        "group": ({"enum": ["model", "class", "model,class", "none"]}, "What rows are parted by."),
+        "format": ({"enum": list(FORMATS)}, "JSON as here, CSV, or a page."),
+        "table": ({"enum": list(TABLES)}, "Which part a CSV is of."),
     }
     return tuple(Parameter(name, "query", schema, text) for name, (schema, text) in query.items())
 
@@ -255,6 +270,15 @@ _REPORTS = (
         summary="What it cost, in buckets of time",
         answers=(ReportPage[CostResult],),
         parameters=(*_report(COSTS), *LABELS),
+        refusals=KEYED,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/organization/slo",
+        name="getSlo",
+        summary="What was promised and what was kept",
+        answers=(SloReport,),
+        parameters=(*_slo(), *LABELS),
         refusals=KEYED,
     ),
 )

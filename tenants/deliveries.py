@@ -142,12 +142,18 @@ class DeliveryRepository:
         return (await self._session.exec(query)).one()
 
     async def purge(self, now_ns: int) -> int:
-        """Removes what was finished long ago; how much that was. The events stay."""
+        """Removes what was finished long ago; how much that was. The events stay, but for tests."""
         old = delete(WebhookDelivery).where(
             col(WebhookDelivery.state).in_(("delivered", "failed")),
             col(WebhookDelivery.due_unix_ns) <= now_ns - KEEP_NS,
         )
-        return (await self._session.exec(old)).rowcount
+        removed = (await self._session.exec(old)).rowcount
+        on_the_way = select(WebhookDelivery.event_id).where(WebhookDelivery.event_id == col(Event.event_id)).exists()
+        tests = delete(Event).where(
+            col(Event.kind) == TEST_KIND, col(Event.occurred_unix_ns) <= now_ns - KEEP_NS, ~on_the_way
+        )
+        await self._session.exec(tests)
+        return removed
 
     async def _put_on_the_way(self, events: Iterable[Event], now_ns: int) -> None:
         """One delivery for each enabled endpoint of the event's tenant that wants it."""

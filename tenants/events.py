@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
+from sqlalchemy import func
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
-from tenants.errors import NotFound
+from tenants.errors import LimitExceeded, NotFound
 from tenants.stamps import new_id
 from tenants.tables import Event
 
@@ -30,6 +31,8 @@ Kind: TypeAlias = Literal[
 KINDS: tuple[str, ...] = get_args(Kind)
 TEST_KIND = "webhook.test"  # for one endpoint, when its owner asks
 MAX_DATA_BYTES = 16 << 10
+MAX_TESTS_PER_MINUTE = 20  # of a tenant
+_MINUTE_NS = 60 * 10**9
 _COLUMNS = ("event_id", "tenant_id", "kind", "data", "endpoint_id", "occurred_unix_ns")
 
 
@@ -41,7 +44,11 @@ async def emit(session: AsyncSession, tenant_id: str, kind: str, data: Mapping[s
 
 
 async def emit_test(session: AsyncSession, tenant_id: str, endpoint_id: str) -> str:
-    """Writes an event that only this endpoint is told of; its id."""
+    """Writes an event that only this endpoint is told of; its id. Raises LimitExceeded after many in a minute."""
+    since = col(Event.occurred_unix_ns) > time.time_ns() - _MINUTE_NS
+    lately = select(func.count()).where(Event.tenant_id == tenant_id, Event.kind == TEST_KIND, since)
+    if (await session.exec(lately)).one() >= MAX_TESTS_PER_MINUTE:
+        raise LimitExceeded("webhook tests per minute", MAX_TESTS_PER_MINUTE)
     event_id = new_id("evt")
     await _write(session, event_id, tenant_id, TEST_KIND, {"endpoint_id": endpoint_id}, endpoint_id)
     return event_id

@@ -68,7 +68,7 @@ _OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery
 
 
 class TenantRepository:
-    """Tenants that are there. A deleted one is absent from every read but ``ever_was`` and ``changed_since``."""
+    """Tenants that are there. A deleted one is absent from every read but those that say so."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
@@ -90,7 +90,11 @@ class TenantRepository:
 
     async def ever_was(self, tenant_id: str) -> bool:
         """Also of a deleted one, whose ledger stays."""
-        return await self._session.get(Tenant, tenant_id) is not None
+        return await self.even_deleted(tenant_id) is not None
+
+    async def even_deleted(self, tenant_id: str) -> Tenant | None:
+        """A deleted one has no name."""
+        return await self._session.get(Tenant, tenant_id)
 
     async def by_name(self, name: str) -> Tenant | None:
         return (await self._session.exec(select(Tenant).where(Tenant.name == name))).first()

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from weakref import WeakValueDictionary
 
 import httpx
 
 MAX_URL_LENGTH = 2048
 MIN_PORT = 1024  # but for the scheme's own: well-known ports are other protocols' doors
-RESOLVERS = 8
+RESOLVERS = 16  # threads
+MAX_LOOKUPS_OF_ONE = 2
 _NAME = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 _GLOBAL_IPV6 = ip_network("2000::/3")
 # beside what every version of the standard library says is not global: ways into IPv4 (6to4 and its relays, Teredo),
@@ -85,27 +87,35 @@ def is_permitted(address: Address, *, allow_loopback: bool = False) -> bool:
 
 
 class Resolver:
-    """Names → addresses, on threads of its own: a name server that is slow to answer keeps nobody else waiting."""
+    """Names → addresses, on threads of its own. A look-up can't be broken off, and a tenant may run the name server:
+    who has MAX_LOOKUPS_OF_ONE under way waits for one of its own, so that nobody takes up all threads."""
 
     def __init__(self, lookup: Lookup | None = None, *, allow_loopback: bool = False) -> None:
         self._lookup = lookup or _look_up
         self._allow_loopback = allow_loopback
         self._threads = ThreadPoolExecutor(RESOLVERS, "webhook-dns")
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def address_of(self, destination: Destination) -> Address:
+    async def address_of(self, destination: Destination, owner: str) -> Address:
         """An address of the host that may be called; IPv4 first, which more hosts can reach. The host is looked up
         once: call this address, not the name. Raises BadDestination, OSError (the name leads nowhere)."""
         found = _literal(destination.host)
         if found is not None:
             return found
-        texts = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: list(self._lookup(destination.host, destination.port))
-        )
+        texts = await self._looked_up(destination, owner)
         addresses = sorted(map(ip_address, texts), key=lambda address: address.version)
         for address in addresses:
             if is_permitted(address, allow_loopback=self._allow_loopback):
                 return address
         raise BadDestination("leads to no public address")
+
+    async def _looked_up(self, destination: Destination, owner: str) -> list[str]:
+        turns = self._turns.setdefault(owner, asyncio.Semaphore(MAX_LOOKUPS_OF_ONE))
+        await turns.acquire()
+        work = self._threads.submit(lambda: list(self._lookup(destination.host, destination.port)))
+        looking = asyncio.wrap_future(work)
+        looking.add_done_callback(lambda done: (turns.release(), done.cancelled() or done.exception()))
+        return await asyncio.shield(looking)  # the turn is over when the thread is free, however long the caller waits
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -115,7 +115,7 @@ class Courier:
         try:
             body, now_ns = body_of(event), self.now_ns()
             headers = signed_headers(event.event_id, body, signing_secrets(self.secrets, endpoint, now_ns), now_ns)
-            attempt = await self.poster.post(endpoint.url, headers, body)
+            attempt = await self.poster.post(endpoint.tenant_id, endpoint.url, headers, body)
             async with self.database.transaction() as session:
                 state = await DeliveryRepository(session).settle(claimed, attempt, self.now_ns())
             self.count(_RESULTS[state])

@@ -86,7 +86,7 @@ WEBHOOKS = (
         summary="Sends an event of type `webhook.test` there",
         answers=(WebhookTest,),
         parameters=(_ID, *LABELS),
-        refusals=KEYED,
+        refusals=(*KEYED, "limit_reached"),
     ),
     Operation(
         method="GET",

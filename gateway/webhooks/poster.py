@@ -26,12 +26,12 @@ class Poster:
         self._allow_loopback = allow_loopback
         self._given_tls = tls
 
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Attempt:
-        """What came of it; never raises for what a stranger does."""
+    async def post(self, owner: str, url: str, headers: Mapping[str, str], body: bytes) -> Attempt:
+        """What came of it for that tenant; never raises for what a stranger does."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 destination = destination_of(url, allow_loopback=self._allow_loopback)
-                address = await self._resolver.address_of(destination)
+                address = await self._resolver.address_of(destination, owner)
                 return Attempt(await self._status(destination, str(address), headers, body))
         except TimeoutError:
             return Attempt(0, "timeout")

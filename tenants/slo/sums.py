@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -203,6 +203,6 @@ async def _add_samples(session: AsyncSession, judged: Iterable[_Judged]) -> None
 
 async def _locked(session: AsyncSession, places: Sequence[Place]) -> list[tuple[Place, bytes]]:
     """The rows as they are, nobody else's until the commit; in the order of keys."""
-    keys = [col(getattr(LatencyMinute, name)) for name in _KEY]
-    query = select(*keys, LatencyMinute.sums).where(tuple_(*keys).in_(places)).order_by(*keys).with_for_update()
+    keys: list[Any] = [col(getattr(LatencyMinute, name)) for name in _KEY]
+    query = select(*keys, col(LatencyMinute.sums)).where(tuple_(*keys).in_(places)).order_by(*keys).with_for_update()  # pyright: ignore[reportCallIssue]
     return [(Place(*row[:-1]), row[-1]) for row in await session.exec(query)]

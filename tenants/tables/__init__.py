@@ -2,6 +2,7 @@
 PostgreSQL keep alike. Nothing here is bound to a request body: table models don't validate."""
 
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
+from tenants.tables.adapter_hours import AdapterMeterHead, AdapterResidency
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
@@ -17,6 +18,8 @@ from tenants.tables.unbooked import UnbookedRecord
 __all__ = [
     "MAX_NAME_LENGTH",
     "AdapterAlias",
+    "AdapterMeterHead",
+    "AdapterResidency",
     "AdapterVersion",
     "ApiKey",
     "AuditEvent",

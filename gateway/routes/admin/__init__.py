@@ -1,4 +1,4 @@
-"""/admin/v1: tenants, keys, operators, the audit log, machines and money, for operators' keys.
+"""/admin/v1: tenants, keys, operators, the audit log, machines, money and service levels, for operators' keys.
 
 Scopes: ``read`` looks at everything but money, ``billing`` at money, ``admin`` may do all. Every change leaves an
 audit event and is in force at every gateway within a second.
@@ -13,6 +13,7 @@ from gateway.routes.admin.machines import Machines
 from gateway.routes.admin.money import Money
 from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
+from gateway.routes.admin.slo import SloObjectives, SloReports
 from gateway.routes.admin.tenants import Tenants
 from gateway.routes.admin.webhooks import Webhooks
 
@@ -20,4 +21,5 @@ from gateway.routes.admin.webhooks import Webhooks
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
     handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices, Webhooks]
+    handlers += [SloObjectives, SloReports]
     return Router("/admin/v1", route_handlers=handlers)

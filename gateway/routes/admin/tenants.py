@@ -1,6 +1,7 @@
 """/admin/v1/tenants: make, show, change, export, delete."""
 
 import asyncio
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from litestar.response import Stream
 from gateway.administration import change, found, needs, session_of
 from gateway.bodies import Body, limits_of, listed, tenant_body
 from gateway.export import export_lines
+from tenants.adapter_hours import AdapterHours
 from tenants.audit_log import Change
 from tenants.repositories import TENANT_LIMITS, TenantRepository
 from tenants.tables import Tenant
@@ -97,6 +99,7 @@ class Tenants(Controller):
         async def work(session) -> tuple[list[str], Change]:
             tenants = TenantRepository(session)
             before = tenant_body(found(await tenants.get(tenant_id), f"no tenant {tenant_id}"))
+            await AdapterHours(session).close_tenant(tenant_id, time.time_ns())
             return await tenants.delete(tenant_id), Change("tenant.delete", tenant_id, before, None)
 
         orphans = await change(request, work)

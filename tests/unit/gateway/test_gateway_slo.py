@@ -1,5 +1,6 @@
 """What the request path tells the SLO reports."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -89,3 +90,40 @@ def test_nobodys_requests_are_nobodys(house: House):
         assert http.post("/completions", json=BODY).status_code == 401
 
     assert all(row.tenant_id in house.tenants.values() for row in house.on_loop(all_rows()))
+
+
+def report(house: House, key: str, **params):
+    with house.http(key) as http:
+        return http.get("/organization/slo", params=params)
+
+
+def test_a_caller_reads_its_own_report(house: House, limited: str):
+    now_s = int(time.time()) // 60 * 60
+    eventually(lambda: counted(house, limited))
+    told = report(house, limited, start=now_s - 3600, end=now_s + 120).json()
+
+    assert (told["object"], told["tenant_id"], told["tenant_name"]) == (
+        "slo_report",
+        house.tenants[limited],
+        "slo-limited",
+    )
+    assert (told["total"]["valid"], told["total"]["latency"]["e2e"]["count"]) == (1, 1)
+    assert told["total"]["excluded"] == {"caller_error": 2, "own_limit": 2}
+    assert told["total"]["price_picousd"] > 0
+    assert "text/html" in report(house, limited, format="html").headers["content-type"]
+    assert "text/csv" in report(house, limited, format="csv").headers["content-type"]
+
+
+def test_another_tenants_report_cannot_be_asked_for(house: House, limited: str):
+    other = house.new_tenant("slo-other")
+
+    told = report(house, other, tenant=house.tenants[limited]).json()
+
+    assert (told["tenant_id"], told["total"]["valid"]) == (house.tenants[other], 0)
+
+
+@pytest.mark.parametrize(("params", "named"), [({"start": "x"}, "start"), ({"format": "pdf"}, "format")])
+def test_a_report_that_makes_no_sense_is_refused_by_its_name(house: House, key: str, params, named):
+    answer = report(house, key, **params)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)

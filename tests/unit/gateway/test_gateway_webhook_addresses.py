@@ -1,11 +1,19 @@
 """Where webhooks may go: URLs, addresses, and names that lead elsewhere at the second look."""
 
 import asyncio
+import threading
 from ipaddress import ip_address
 
 import pytest
 
-from gateway.webhooks.addresses import MAX_URL_LENGTH, BadDestination, Resolver, destination_of, is_permitted
+from gateway.webhooks.addresses import (
+    MAX_LOOKUPS_OF_ONE,
+    MAX_URL_LENGTH,
+    BadDestination,
+    Resolver,
+    destination_of,
+    is_permitted,
+)
 
 PUBLIC = ("93.184.215.14", "8.8.8.8", "100.128.0.1", "172.32.0.1", "2606:2800:21f:cb07:6820:80da:af6b:8b2c")
 NOT_PUBLIC = {
@@ -130,7 +138,7 @@ def address_of(url: str, *answers: list[str]) -> str:
     rest = iter(answers)
     resolver = Resolver(lambda host, port: next(rest))
     try:
-        return str(asyncio.run(resolver.address_of(destination_of(url))))
+        return str(asyncio.run(resolver.address_of(destination_of(url), "ten_a")))
     finally:
         resolver.close()
 
@@ -152,6 +160,36 @@ def test_numbers_that_the_system_takes_for_loopback_are_refused(host: str):
     resolver = Resolver()
     try:
         with pytest.raises((BadDestination, OSError)):
-            asyncio.run(resolver.address_of(destination_of(f"https://{host}/")))
+            asyncio.run(resolver.address_of(destination_of(f"https://{host}/"), "ten_a"))
     finally:
         resolver.close()
+
+
+def test_a_tenants_name_server_that_does_not_answer_takes_up_no_more_than_its_threads():
+    """Also when nobody waits for its answers any more."""
+    go_on, hanging = threading.Event(), threading.Semaphore(0)
+
+    def look_up(host: str, port: int) -> list[str]:
+        if host.startswith("slow"):
+            hanging.release()
+            go_on.wait(10)
+        return ["8.8.8.8"]
+
+    async def main() -> None:
+        resolver = Resolver(look_up)
+        slow = [
+            asyncio.create_task(resolver.address_of(destination_of(f"https://slow{n}.example/"), "ten_slow"))
+            for n in range(50)
+        ]
+        for _ in range(MAX_LOOKUPS_OF_ONE):
+            await asyncio.to_thread(hanging.acquire)
+        for task in slow[:MAX_LOOKUPS_OF_ONE]:
+            task.cancel()
+        assert str(await resolver.address_of(destination_of("https://quick.example/"), "ten_quick")) == "8.8.8.8"
+        assert not hanging.acquire(blocking=False)
+        go_on.set()
+        outcomes = await asyncio.gather(*slow, return_exceptions=True)
+        assert [str(each) for each in outcomes[MAX_LOOKUPS_OF_ONE:]] == ["8.8.8.8"] * (50 - MAX_LOOKUPS_OF_ONE)
+        resolver.close()
+
+    asyncio.run(main())

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -58,12 +59,13 @@ def post(
         resolver = Resolver(lambda host, _: next(answers), allow_loopback=True)
         poster = Poster(resolver, allow_loopback=True, tls=client_tls)
         try:
-            return await poster.post(url.format(port=port), {"webhook-id": "evt_1"}, b'{"a":1}')
+            return await poster.post("ten_a", url.format(port=port), {"webhook-id": "evt_1"}, b'{"a":1}')
         finally:
             server.close()
             resolver.close()
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as gateways have it
+        return runner.run(main())
 
 
 def test_any_2xx_is_a_success_and_the_request_is_whole():
@@ -207,7 +209,7 @@ def test_a_name_that_leads_nowhere_is_a_failed_try():
     async def main() -> Attempt:
         resolver = Resolver(nowhere)
         try:
-            return await Poster(resolver).post("https://hooks.example/", {}, b"{}")
+            return await Poster(resolver).post("ten_a", "https://hooks.example/", {}, b"{}")
         finally:
             resolver.close()
 

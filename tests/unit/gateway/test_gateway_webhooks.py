@@ -152,6 +152,13 @@ def test_the_eleventh_endpoint_is_409(house: House):
     assert statuses == [201] * 10 + [409]
 
 
+def test_many_tests_in_a_minute_are_409(house: House, receiver: Receiver):
+    with house.http(house.new_tenant("tests-a-lot")) as http:
+        hook = made(http, f"{receiver.url}/hook")
+        statuses = [http.post(f"/webhooks/{hook['id']}/test").status_code for _ in range(21)]
+    assert statuses == [200] * 20 + [409]
+
+
 def test_events_can_be_read_on_from_the_last_one_and_are_the_callers_own(house: House, tmp_path):
     mine, theirs = house.new_tenant("reads-events"), house.new_tenant("has-events-too")
     with house.http(mine) as http, house.http(theirs) as other:

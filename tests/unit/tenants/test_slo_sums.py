@@ -4,13 +4,13 @@ import random
 from collections import Counter
 
 import pytest
-from slo_requests import CARD, MS, NOON_S, booked, objective, post, post_in_batches, promise
 from sqlmodel import select
 
 from tenants.ledger import Ledger
 from tenants.slo.histogram import merged
 from tenants.slo.sums import Minute, SloFold, decode_minute
 from tenants.tables import LatencyMinute, SloMinute
+from tests.slo_requests import CARD, MS, NOON_S, booked, objective, post, post_in_batches, promise
 
 PROMISED = (
     objective("availability", target=0.999),

@@ -1,10 +1,10 @@
 """How one request is judged: the sample sets of each objective."""
 
 import pytest
-from slo_requests import MS, booked, objective
 
 from tenants.slo.objectives import Objectives
 from tenants.slo.verdict import judge, judge_refusal
+from tests.slo_requests import MS, booked, objective
 
 PROMISED = {each.sli: each for each in map(objective, ("availability", "ttft", "tpot", "e2e"))}
 

@@ -1,6 +1,7 @@
 """Webhook endpoints and deliveries in the database, on both kinds of it, under a clock of the test's own."""
 
 import asyncio
+import time
 
 import pytest
 from sqlmodel import select
@@ -262,6 +263,27 @@ def test_finished_deliveries_are_removed_when_they_are_old_and_pending_ones_neve
         post.now_ns += 1
         assert await purge() == 1
         assert [row.state for row in await post.rows(WebhookDelivery)] == ["pending"]
+        assert len(await post.rows(Event)) == 2
+
+    with_post(body)
+
+
+def test_an_old_test_is_forgotten_with_its_delivery(with_post):
+    async def body(post):
+        acme = await post.tenant("acme")
+        async with post.database.transaction() as session:
+            await emit_test(session, acme, await post.endpoint(acme))
+        post.now_ns = time.time_ns()
+        await post.tell()
+        (claimed,) = await post.claim()
+        for now_ns, left in ((post.now_ns, 1), (post.now_ns + 2 * KEEP_NS, 1)):
+            async with post.database.transaction() as session:
+                await DeliveryRepository(session).purge(now_ns)
+            assert len(await post.rows(Event)) == left
+        await post.settle(claimed, DONE)
+        async with post.database.transaction() as session:
+            await DeliveryRepository(session).purge(post.now_ns + 2 * KEEP_NS)
+        assert await post.rows(Event) == []
 
     with_post(body)
 

@@ -1,0 +1,284 @@
+"""The SLO report as a page that is read on a screen and printed, and as CSV. The numbers are the report's own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import msgspec
+
+from tenants.csv_text import csv_text
+from tenants.errors import InvalidValue
+from tenants.page import Column, escape, facts, page, section, table
+from tenants.slo.charts import BarChart, Line, LineChart
+from tenants.slo.objectives import SLIS
+from tenants.slo.report import Attainment, Day, IncidentRow, Latency, ObjectiveRow, Report, Row
+
+TABLES = ("rows", "objectives", "incidents", "days", "hours")
+NOT_ENOUGH = "n/a"
+_MOST_BARS = 16
+_BURN_WINDOWS = ("1h", "6h", "1d", "3d")
+_PICO_DIGITS = 12
+_HOW = (
+    "TTFT: from the request fully read to the first token sent, streams only. TPOT: mean time between tokens, of one "
+    "choice with two tokens or more. E2E: from the request fully read to the last byte of an answer. Attainment is "
+    "counted, request by request; latencies are percentiles within 1.1 %, and P99 is n/a below 100 samples. Requests "
+    "that their caller got wrong, that exceeded the account's own limits, or that the caller left early are not valid "
+    "ones. The budget is what may fail in the objective's window that ends with this report; a burn rate of 1 spends "
+    "it just by the window's end."
+)
+
+
+def html(report: Report) -> str:
+    """A whole document."""
+    zone = ZoneInfo(report.time_zone)
+    return page(
+        f"Service report: {report.tenant_name}",
+        facts(_facts(report)),
+        section("Summary", facts(_summary(report.total))),
+        section("Objectives", table(_OBJECTIVE_COLUMNS, map(_objective_cells, report.objectives))),
+        section("Attainment by day", _attainment_chart(report)),
+        section("TTFT P95 by hour", _ttft_chart(report, zone)),
+        section("Burn rate at the end", _burn_chart(report)),
+        section("Incidents", table(_INCIDENT_COLUMNS, (_incident_cells(each, zone) for each in report.incidents))),
+        section("Requests", table(_REQUEST_COLUMNS, map(_request_cells, report.rows), _request_cells(report.total))),
+        section("Latency", table(_LATENCY_COLUMNS, _each(report, _latency_cells))),
+        section("Phases", table(_PHASE_COLUMNS, _each(report, _phase_cells))),
+        section("Usage", table(_USAGE_COLUMNS, map(_usage_cells, report.rows), _usage_cells(report.total))),
+        f"<footer><p>{escape(_HOW)}</p><p>Document {report.document_hash}</p></footer>",
+    )
+
+
+def csv(report: Report, which: str = "rows") -> str:
+    """One of the report's TABLES, a column a field; nested fields have their parts joined by ``_``. Raises
+    InvalidValue."""
+    if which not in TABLES:
+        raise InvalidValue("table", f"is one of {', '.join(TABLES)}")
+    items = [report.total, *report.rows] if which == "rows" else getattr(report, which)
+    rows = [dict(_flat(msgspec.to_builtins(each))) for each in items]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return csv_text(columns, [[_csv_cell(name, row) for name in columns] for row in rows])
+
+
+def _csv_cell(name: str, row: dict[str, Any]) -> Any:
+    """What is not known is n/a, what a row does not have is empty, and so is what it does not tell apart."""
+    value = row.get(name, "")
+    return NOT_ENOUGH if value is None and name not in ("model", "class") else value
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _flat(inner, f"{prefix}{name}_")
+        else:
+            yield f"{prefix}{name}", inner
+
+
+# ── sections ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    return [
+        ("Account", f"{report.tenant_name} ({report.tenant_id})"),
+        ("From", report.local_start),
+        ("To (not included)", report.local_end),
+        ("Time zone", report.time_zone),
+        ("Made", _when(report.generated_at, ZoneInfo(report.time_zone))),
+        ("Complete until", _when(report.complete_until, ZoneInfo(report.time_zone))),
+        ("Interval over", _percent(report.elapsed_ratio)),
+    ]
+
+
+def _summary(total: Row) -> list[tuple[str, str]]:
+    excluded = ", ".join(f"{reason.replace('_', ' ')} {count:,}" for reason, count in total.excluded.items())
+    return [
+        ("Valid requests", f"{total.valid:,}"),
+        ("Kept every objective", f"{total.good:,}"),
+        ("Goodput", f"{total.goodput:,.4g} requests/s"),
+        ("Not counted", excluded or "none"),
+        *((_sli(sli), _share(each)) for sli, each in total.attainment.items()),
+    ]
+
+
+_OBJECTIVE_COLUMNS = (
+    *("Objective", "Applies to", "Goal"),
+    *(Column(name, True) for name in ("Attained", "Good / valid", "Budget left", "Burn 1 h", "Burn 3 d")),
+    "Met",
+)
+
+
+def _objective_cells(row: ObjectiveRow) -> list[str]:
+    limit = f" ≤ {_ms(row.threshold_ns)}" if row.threshold_ns else ""
+    budget = row.budget
+    left = NOT_ENOUGH if budget.left_ratio is None else f"{_percent(budget.left_ratio)} of {budget.allowed:,.4g}"
+    return [
+        f"{row.name} v{row.version}",
+        f"{_any(row.model)}, {_any(row.flow_class)}",
+        f"{_sli(row.sli)}{limit}, {_percent(row.target)} in {budget.window_days} d",
+        _percent(row.attainment.ratio),
+        f"{row.attainment.good:,} / {row.attainment.valid:,}",
+        left,
+        _burn(row.burn["1h"]),
+        _burn(row.burn["3d"]),
+        {True: "yes", False: "no", None: NOT_ENOUGH}[row.is_met],
+    ]
+
+
+_INCIDENT_COLUMNS = ("Objective", "Alert", "From", "To", Column("Bad", True), Column("Of the budget", True))
+
+
+def _incident_cells(row: IncidentRow, zone: ZoneInfo) -> list[str]:
+    end = _when(row.end, zone) if row.end is not None else "goes on"
+    name, alert = f"{row.objective} ({_sli(row.sli)})", row.alert.replace("_", " ")
+    return [name, alert, _when(row.begin, zone), end, f"{row.bad:,}", _percent(row.budget_ratio)]
+
+
+_REQUEST_COLUMNS = (
+    *("Model", "Class"),
+    *(Column(name, True) for name in ("Valid", "Good", "Own limits", "Caller's errors", "Left early")),
+    *(Column(_name, True) for _name in ("Availability", "TTFT", "TPOT", "E2E")),
+)
+
+
+def _request_cells(row: Row) -> list[str]:
+    counts = (row.valid, row.good, *(row.excluded.get(name, 0) for name in ("own_limit", "caller_error", "left_early")))
+    ratios = (row.attainment[sli].ratio if sli in row.attainment else None for sli in SLIS)
+    return [*_names(row), *(f"{count:,}" for count in counts), *map(_percent, ratios)]
+
+
+_LATENCY_COLUMNS = (
+    *("Model", "Class", "Measure"),
+    *(Column(name, True) for name in ("Samples", "Mean", "P50", "P95", "P99")),
+)
+
+
+def _latency_cells(row: Row) -> list[list[str]]:
+    return [[*_names(row), _sli(name), f"{each.count:,}", *_times(each)] for name, each in row.latency.items()]
+
+
+_PHASE_COLUMNS = ("Model", "Class", "Phase", Column("Mean", True), Column("P95", True))
+
+
+def _phase_cells(row: Row) -> list[list[str]]:
+    return [[*_names(row), name, _ms(each.mean_ns), _ms(each.p95_ns)] for name, each in row.phases.items()]
+
+
+_USAGE_COLUMNS = (
+    *("Model", "Class"),
+    *(Column(name, True) for name in ("Input", "Cached", "Output", "Cache hits", "GPU seconds", "Price, USD")),
+)
+
+
+def _usage_cells(row: Row) -> list[str]:
+    tokens = row.tokens
+    counts = (tokens.input, tokens.cached, tokens.output)
+    money = _usd(row.price_picousd)
+    return [
+        *_names(row),
+        *(f"{each:,}" for each in counts),
+        _percent(tokens.cache_hit_ratio),
+        _seconds(row.gpu_ns),
+        money,
+    ]
+
+
+def _each(report: Report, cells: Callable[[Row], list[list[str]]]) -> list[list[str]]:
+    """The total first: it is what most look for."""
+    return [line for row in (report.total, *report.rows) for line in cells(row)]
+
+
+# ── charts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _attainment_chart(report: Report) -> str:
+    days = report.days
+    shown = [sli for sli in SLIS if any(sli in day.attainment for day in days)]
+    lines = [
+        Line(_sli(sli), [day.attainment[sli].ratio if sli in day.attainment else None for day in days]) for sli in shown
+    ]
+    least = min((value for line in lines for value in line.values if value is not None), default=0.9)
+    labels = _spread([day.date[5:] for day in days], 6)
+    low = min(0.99, least - (1 - least) * 0.1)
+    return LineChart("Attainment by day", lines, max(0.0, low), 1.0, labels, _percent, len(days)).svg()
+
+
+def _ratio(day: Day, sli: str) -> float | None:
+    return day.attainment[sli].ratio if sli in day.attainment else None
+
+
+def _ttft_chart(report: Report, zone: ZoneInfo) -> str:
+    values = [None if hour.ttft.p95_ns is None else hour.ttft.p95_ns / 1e6 for hour in report.hours]
+    most = max((value for value in values if value is not None), default=1.0)
+    starts = [datetime.fromtimestamp(hour.start, zone).strftime("%m-%d %Hh") for hour in report.hours]
+    line = Line("P95, ms", values)
+    return LineChart(
+        "TTFT P95 by hour", [line], 0.0, most * 1.1, _spread(starts, 4), "{:,.4g}".format, len(values)
+    ).svg()
+
+
+def _burn_chart(report: Report) -> str:
+    bars = [
+        (f"{row.name} {window}", row.burn[window], _burn(row.burn[window]))
+        for row in report.objectives
+        for window in _BURN_WINDOWS
+    ]
+    bars.sort(key=lambda bar: -(bar[1] or 0.0))
+    return BarChart("Burn rates by objective and window", bars[:_MOST_BARS], 1.0).svg()
+
+
+def _spread(texts: Sequence[str], most: int) -> list[tuple[int, str]]:
+    """At most so many of the texts, evenly, with their places."""
+    step = max(1, -(-len(texts) // most))
+    return [(place, texts[place]) for place in range(0, len(texts), step)]
+
+
+# ── words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _names(row: Row) -> list[str]:
+    model = "All" if row.model is None else row.model or "(not understood)"
+    return [model, "All" if row.flow_class is None else row.flow_class]
+
+
+def _any(name: str) -> str:
+    return "any" if name == "*" else name
+
+
+def _sli(name: str) -> str:
+    return name.capitalize() if name == "availability" else name.upper()
+
+
+def _share(each: Attainment) -> str:
+    return (
+        f"{_percent(each.ratio)} ({each.good:,} of {each.valid:,}; 95 %: {_percent(each.low)} to {_percent(each.high)})"
+    )
+
+
+def _times(each: Latency) -> list[str]:
+    return [_ms(value) for value in (each.mean_ns, each.p50_ns, each.p95_ns, each.p99_ns)]
+
+
+def _percent(ratio: float | None) -> str:
+    return NOT_ENOUGH if ratio is None else f"{100 * ratio:.5g} %"
+
+
+def _burn(rate: float | None) -> str:
+    return NOT_ENOUGH if rate is None else f"{rate:,.3g}"
+
+
+def _ms(value_ns: int | None) -> str:
+    return NOT_ENOUGH if value_ns is None else f"{value_ns / 1e6:,.1f} ms"
+
+
+def _seconds(value_ns: int) -> str:
+    return f"{value_ns / 1e9:,.3f}"
+
+
+def _usd(picousd: int) -> str:
+    """Exact: a report rounds nothing."""
+    whole, rest = divmod(picousd, 10**_PICO_DIGITS)
+    return f"{whole:,}.{rest:0{_PICO_DIGITS}d}"
+
+
+def _when(unix_s: int | None, zone: ZoneInfo) -> str:
+    return NOT_ENOUGH if unix_s is None else datetime.fromtimestamp(unix_s, zone).strftime("%Y-%m-%d %H:%M %Z")

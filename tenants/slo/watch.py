@@ -1,0 +1,173 @@
+"""Burn alerts: each minute is looked at once, by whichever process comes first, and what changed is told.
+
+An alert that begins to fire opens an incident and one that no longer does closes it, both with an event in the same
+transaction. Only a tenant with something bad in the longest of the short windows can have an alert.
+"""
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sqlalchemy import literal, update
+from sqlmodel import col, select
+from sqlmodel.ext.asyncio.session import AsyncSession
+
+from tenants.bulk import insert_new
+from tenants.database import Database
+from tenants.events import emit
+from tenants.slo.burn import ALERTS, LONGEST_SHORT_S, LOOK_BACK_S, Alert, Series, firing, rate
+from tenants.slo.objectives import MINUTE_S, PPM, Objective, Objectives
+from tenants.slo.readings import Readings, add_refused_by_version
+from tenants.slo.repository import ObjectiveRepository
+from tenants.tables import RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+
+GRACE_S = 60  # after a minute's end: its requests are booked by then
+_NAMESPACE = uuid.UUID("0d5c6a0e-4c53-5b0f-8f0e-7d2f6a1b9c35")  # ours, fixed for ever
+_WATCH_ID = 1
+_Key = tuple[str, str, str, str, str]  # tenant, model, class, SLI, alert
+
+
+@dataclass(frozen=True, slots=True)
+class Firing:
+    objective: Objective
+    alert: Alert
+    long_rate: float | None
+    short_rate: float | None
+
+    @property
+    def key(self) -> _Key:
+        return (*self.objective.key, self.alert.name)
+
+
+async def look(database: Database, now_s: int) -> int | None:
+    """Looks at the last minute that is over since GRACE_S; how many incidents opened or closed. None: somebody has
+    looked at it."""
+    at_s = (now_s - GRACE_S) // MINUTE_S * MINUTE_S
+    async with database.session() as session:
+        seen = await session.get(SloWatch, _WATCH_ID)
+        if seen is not None and seen.minute_s >= at_s:
+            return None
+        firings = [each for tenant_id in await _suspects(session, at_s) for each in await _of(session, tenant_id, at_s)]
+    async with database.transaction() as session:
+        if not await _moved_on(session, at_s):
+            return None
+        return await _tell(session, {each.key: each for each in firings}, at_s)
+
+
+async def incidents_of(session: AsyncSession, tenant_id: str, limit: int) -> list[SloIncident]:
+    """The newest first."""
+    query = select(SloIncident).where(SloIncident.tenant_id == tenant_id)
+    newest = query.order_by(col(SloIncident.opened_s).desc(), col(SloIncident.incident_id)).limit(limit)
+    return list((await session.exec(newest)).all())
+
+
+async def _suspects(session: AsyncSession, at_s: int) -> list[str]:
+    """Tenants with an objective, and something bad in the last hours."""
+    since_s = at_s - LONGEST_SHORT_S
+    every = await session.exec(select(SloObjective.tenant_id).distinct().order_by(SloObjective.tenant_id))
+    return [tenant_id for tenant_id in every.all() if await _had_bad(session, tenant_id, since_s, at_s)]
+
+
+async def _had_bad(session: AsyncSession, tenant_id: str, since_s: int, at_s: int) -> bool:
+    counted = select(literal(1)).where(
+        SloMinute.tenant_id == tenant_id,
+        SloMinute.minute_s >= since_s,
+        SloMinute.minute_s < at_s,
+        SloMinute.version_id != "",
+        SloMinute.valid > SloMinute.good,
+    )
+    refused = select(literal(1)).where(
+        RefusalMinute.tenant_id == tenant_id, RefusalMinute.minute_s >= since_s, RefusalMinute.minute_s < at_s
+    )
+    for query in (counted, refused):
+        if (await session.exec(query.limit(1))).first() is not None:
+            return True
+    return False
+
+
+async def _of(session: AsyncSession, tenant_id: str, at_s: int) -> list[Firing]:
+    """What fires of a tenant's objectives, at that minute's beginning."""
+    versions = await ObjectiveRepository(session).history(tenant_id)
+    readings, since_s = Readings(session, tenant_id), at_s - LOOK_BACK_S
+    by_version = await readings.by_version(since_s, at_s)
+    add_refused_by_version(by_version, await readings.refused(since_s, at_s, Objectives(versions)))
+    found = []
+    for objective in _in_force(versions, at_s):
+        series = Series(by_version.get((objective.version_id, objective.sli), {}).items())
+        found += [_firing(objective, alert, series, at_s) for alert in ALERTS if _fires(objective, alert, series, at_s)]
+    return found
+
+
+def _in_force(versions: Iterable[Objective], at_s: int) -> list[Objective]:
+    """The last version of each line that had begun by then; ``versions`` in their order."""
+    last = {each.key: each for each in versions if each.effective_unix_ns < at_s * 10**9}
+    return [each for each in last.values() if not each.retired]
+
+
+def _fires(objective: Objective, alert: Alert, series: Series, at_s: int) -> bool:
+    return firing(series, alert, at_s, objective.target_ppm)
+
+
+def _firing(objective: Objective, alert: Alert, series: Series, at_s: int) -> Firing:
+    rates = (
+        rate(series.between(at_s - window_s, at_s), objective.target_ppm) for window_s in (alert.long_s, alert.short_s)
+    )
+    return Firing(objective, alert, *rates)
+
+
+async def _moved_on(session: AsyncSession, at_s: int) -> bool:
+    """Compare and swap: of all processes one is told yes, for each minute."""
+    if await insert_new(session, SloWatch, ("watch_id", "minute_s"), [(_WATCH_ID, at_s)]):
+        return True
+    move = update(SloWatch).where(col(SloWatch.watch_id) == _WATCH_ID, col(SloWatch.minute_s) < at_s)
+    return (await session.exec(move.values(minute_s=at_s))).rowcount == 1
+
+
+async def _tell(session: AsyncSession, firings: dict[_Key, Firing], at_s: int) -> int:
+    query = select(SloIncident).where(col(SloIncident.closed_s).is_(None))
+    opened = {_key_of(row): row for row in (await session.exec(query)).all()}
+    begun = [firings[key] for key in sorted(firings.keys() - opened.keys())]
+    over = [opened[key] for key in sorted(opened.keys() - firings.keys())]
+    for each in begun:
+        await _open(session, each, at_s)
+    for incident in over:
+        incident.closed_s = at_s
+        session.add(incident)
+        await emit(session, incident.tenant_id, "slo.recovered", incident_data(incident), once=incident.incident_id)
+    await session.flush()
+    return len(begun) + len(over)
+
+
+async def _open(session: AsyncSession, firing: Firing, at_s: int) -> None:
+    tenant_id, model, flow_class, sli, alert = firing.key
+    incident = SloIncident(
+        incident_id=str(uuid.uuid5(_NAMESPACE, "\x00".join((*firing.key, str(at_s))))),
+        tenant_id=tenant_id,
+        model=model,
+        flow_class=flow_class,
+        sli=sli,
+        alert=alert,
+        opened_s=at_s,
+    )
+    session.add(incident)
+    rates = {"burn_rate_long": firing.long_rate, "burn_rate_short": firing.short_rate}
+    windows = {"long_window_s": firing.alert.long_s, "short_window_s": firing.alert.short_s}
+    goal = {"objective": firing.objective.name, "target": firing.objective.target_ppm / PPM}
+    data = incident_data(incident) | goal | windows | rates
+    await emit(session, tenant_id, "slo.burn", data, once=incident.incident_id)
+
+
+def incident_data(incident: SloIncident) -> dict[str, str | int | None]:
+    return {
+        "incident_id": incident.incident_id,
+        "model": incident.model,
+        "class": incident.flow_class,
+        "sli": incident.sli,
+        "alert": incident.alert,
+        "opened_at": incident.opened_s,
+        "closed_at": incident.closed_s,
+    }
+
+
+def _key_of(row: SloIncident) -> _Key:
+    return row.tenant_id, row.model, row.flow_class, row.sli, row.alert
