@@ -39,6 +39,11 @@ class StepShape:
         return self.starts + self.tokens
 
     @property
+    def num_sharing(self) -> Ints:
+        """Chunks that use the same adapter, or none as this one does."""
+        return np.bincount(self.slots + 1)[self.slots + 1]
+
+    @property
     def pairs(self) -> Ints:
         """Each token attends to those before it and to itself."""
         return self.tokens * (2 * self.starts + self.tokens + 1) // 2
@@ -54,9 +59,9 @@ def shape_of(chunks: Sequence[Chunk], slot_mib: Floats) -> StepShape:
 
 def features(shape: StepShape) -> Floats:
     """What the coefficients multiply, in the order of FEATURES: their product is the step's time in ns."""
-    used = {slot: mib for slot, mib in zip(shape.slots.tolist(), shape.mib.tolist(), strict=True) if slot >= 0}
     own = (len(shape.tokens), shape.tokens.sum(), shape.keys.sum(), shape.pairs.sum(), shape.mib @ shape.tokens)
-    return np.array([1.0, *own, len(used), sum(used.values())])
+    part = (shape.slots >= 0) / shape.num_sharing  # of its adapter
+    return np.array([1.0, *own, part.sum(), part @ shape.mib])
 
 
 def weights(shape: StepShape, coefficients: Floats) -> Ints:
@@ -66,9 +71,8 @@ def weights(shape: StepShape, coefficients: Floats) -> Ints:
     cost = c[_TOKEN] * shape.tokens + c[_KEY] * shape.keys + c[_PAIR] * shape.pairs
     cost += c[_SEQUENCE] + c[0] / len(shape.tokens)
     if shape.slots.max() >= 0:
-        num_users = np.bincount(shape.slots + 1)[shape.slots + 1]
         shared = c[_ADAPTER] + c[_ADAPTER_MIB] * shape.mib
-        cost += np.where(shape.slots >= 0, shared / num_users, 0.0) + c[_LORA] * shape.mib * shape.tokens
+        cost += np.where(shape.slots >= 0, shared / shape.num_sharing, 0.0) + c[_LORA] * shape.mib * shape.tokens
     return np.rint(cost * _WEIGHTS_PER_NS).astype(np.int64) + 1
 
 

@@ -73,7 +73,7 @@ class Server:
             disk, self._open.waiting_for, self._adapter_ready, self._adapter_failed, engine.prepare_adapter
         )
         self._delivery: asyncio.Task[None] | None = None
-        self._ticking: asyncio.Future[list[None]] | None = None
+        self._ticking: asyncio.Future[tuple[None, None]] | None = None
         self._server: asyncio.Server | None = None
         self._quiet = asyncio.Event()
 

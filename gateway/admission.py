@@ -12,6 +12,7 @@ from gateway.call import Call
 from gateway.credit import Credit
 from gateway.errors import ApiError
 from gateway.limiter import Limiter
+from gateway.settlement import Settlement
 from gateway.tickets import Ticket, Tickets, spend_of
 from gateway.work import Work
 from tenants.budgets import Spend
@@ -29,6 +30,7 @@ class Admission:
 
     limiter: Limiter
     credit: Credit
+    books: Settlement
     rate_card: Callable[[int], RateCard]
     tickets: Tickets = field(default_factory=Tickets)
     closed: bool = False
@@ -86,8 +88,7 @@ class Admission:
         admitted_ns = call.unix_ns(call.read_ns)
         card = self._card(admitted_ns)
         spend = spend_of(work.principal.budget, work, card, admitted_ns, work.granted_tokens)
-        if spend is not None and self.limiter.spending.is_fenced:
-            raise ApiError("The ledger does not answer; try again.", code="billing_unavailable")
+        self._check_ledger(is_money=spend is not None or work.principal.budget.is_prepaid)
         reservation = _reservation(call, work, spend)
         try:
             verdict = await self.limiter.reserve(reservation)
@@ -99,6 +100,11 @@ class Admission:
         if isinstance(verdict, Refused):
             raise _spent(verdict) if verdict.limit == "spend" else _rate_limited(verdict, reservation.tokens)
         return Ticket(reservation, work, card, admitted_ns, work.granted_tokens)
+
+    def _check_ledger(self, *, is_money: bool) -> None:
+        """What is owed to it has a bound; where money is limited or prepaid, it has to answer now. Raises ApiError."""
+        if self.books.is_full or (is_money and (self.books.is_stuck or self.limiter.spending.is_fenced)):
+            raise ApiError("The ledger does not answer; try again.", code="billing_unavailable")
 
     def _card(self, unix_ns: int) -> RateCard:
         try:

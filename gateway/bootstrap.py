@@ -117,7 +117,8 @@ async def open_stores(settings: Settings) -> OpsContext:
         directory = Directory(database, redis, secrets)
         await directory.start()
         on_failure.pop_all()
-    return OpsContext(database, redis, secrets, directory, BlobStore(settings.blobs), settings.serve.issuer)
+    blobs, serve = BlobStore(settings.blobs), settings.serve
+    return OpsContext(database, redis, secrets, directory, blobs, serve.issuer, serve.gpu_hour_picousd)
 
 
 def read_credentials(path: Path) -> Credentials:

@@ -15,7 +15,10 @@ from tenants.tables import (
     AdapterAlias,
     AdapterVersion,
     ApiKey,
+    CreditNote,
     Event,
+    Invoice,
+    InvoiceLine,
     LedgerEntry,
     RefusalMinute,
     RequestRecord,
@@ -42,6 +45,9 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
     (Event, ("event_id",), _columns("event")),
     (RequestRecord, ("request_id", "attempt"), _columns("request_record")),
     (LedgerEntry, ("entry_id",), entry_body),
+    (Invoice, ("invoice_id",), _columns("invoice")),
+    (InvoiceLine, ("invoice_id", "number"), _columns("invoice_line")),
+    (CreditNote, ("credit_note_id",), _columns("credit_note")),
     (SloObjective, ("version_id",), _columns("slo_objective")),
     (SloIncident, ("incident_id",), _columns("slo_incident")),
     (SloMinute, (*_MINUTE, "sli", "version_id"), _columns("slo_minute")),
@@ -50,8 +56,8 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
 
 
 async def export_lines(database: Database, tenant: Tenant) -> AsyncIterator[bytes]:
-    """The tenant, its keys (no digest), adapters, records and ledger entries; last of all how many lines there were:
-    an export without that line is cut off."""
+    """The tenant, its keys (no digest), adapters, records, ledger entries and invoices; last of all how many lines
+    there were: an export without that line is cut off."""
     yield _line(tenant_body(tenant))
     count = 1
     for table, key, body in _PARTS:
@@ -63,7 +69,7 @@ async def export_lines(database: Database, tenant: Tenant) -> AsyncIterator[byte
 
 async def _rows(database: Database, table: Any, key: tuple[str, ...], tenant_id: str) -> AsyncIterator[Any]:
     columns = [col(getattr(table, name)) for name in key]
-    query = select(table).where(col(table.tenant_id) == tenant_id).order_by(*columns).limit(PAGE_ROWS)
+    query = select(table).where(_is_of(table, tenant_id)).order_by(*columns).limit(PAGE_ROWS)
     page: list[Any] = []
     while not page or len(page) == PAGE_ROWS:
         behind = tuple_(*columns) > tuple(getattr(page[-1], name) for name in key) if page else True
@@ -73,6 +79,12 @@ async def _rows(database: Database, table: Any, key: tuple[str, ...], tenant_id:
             yield row
         if not page:
             return
+
+
+def _is_of(table: Any, tenant_id: str) -> Any:
+    if table is not InvoiceLine:
+        return col(table.tenant_id) == tenant_id
+    return col(table.invoice_id).in_(select(Invoice.invoice_id).where(Invoice.tenant_id == tenant_id))
 
 
 def _line(body: Body) -> bytes:

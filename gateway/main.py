@@ -105,7 +105,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
             await _started(stack, LeftBehind(settings.home / "engines", settlement.take_left))
         metrics.store_away.set_function(lambda: float(spending.limiter.is_away))
         admission = await _started(
-            stack, Admission(spending.limiter, spending.credit, directory.rate_card, spending.tickets)
+            stack, Admission(spending.limiter, spending.credit, settlement, directory.rate_card, spending.tickets)
         )
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()

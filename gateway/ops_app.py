@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpsContext:
-    """The stores that the admin API works on."""
+    """The stores that the admin API works on; what the operator says that an hour of a GPU costs, if anything."""
 
     database: Database
     redis: Redis
@@ -44,6 +44,7 @@ class OpsContext:
     directory: Directory
     blobs: BlobStore
     issuer: str  # of invoices
+    gpu_hour_picousd: int | None  # what an hour of a GPU costs the operator, if that is known
 
     async def close(self) -> None:
         await self.directory.close()

@@ -79,6 +79,7 @@ class ServeOptions:
     launcher: str = "local"
     demo: bool | None = None
     fetch: bool = True
+    gpu_hour_picousd: int | None = None  # what an hour of a GPU costs the operator
     issuer: str = "Tenora"
 
 
@@ -242,6 +243,7 @@ def serve_options() -> list[click.Option]:
         _option("--secrets", default="", help="File of the installation's secrets.  [default: HOME/secrets.json]"),
         _option("--demo/--no-demo", "demo", default=None, help="Make two demo tenants at the first start."),
         _option("--issuer", default="Tenora", help="Who issues invoices: your company, as it is to stand there."),
+        _option("--gpu-hour-picousd", type=_POSITIVE, help="Cost of a GPU hour in 10^-12 USD, for cost reports."),
         _option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info"),
         _option("--drain-seconds", type=click.FloatRange(0, 3600), default=30.0, help="Time to finish at SIGTERM."),
         _option("--max-connections", type=_POSITIVE, default=4096, help="Connections of a gateway at once."),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from tenants.secrets import Secret
 BATCH_RECORDS = 500
 BATCH_S = 0.02
 RETRY_FIRST_S, RETRY_MAX_S = 0.05, 2.0
+STUCK_S = 2.0
+MAX_UNBOOKED = 5_000  # records that wait here; over that nothing new is run
 MAX_QUEUED = 10_000  # records that wait here; over that an engine's delivery waits
 _TIME_FIELDS = wire.TimeRecord.__struct_fields__
 _FIELDS = tuple(name for name in wire.UsageRecord.__struct_fields__ if name not in ("request_id", "context"))
@@ -51,6 +54,17 @@ class Settlement:
     ledger: Ledger
     _queue: asyncio.Queue[_Item] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     _worker: asyncio.Task[None] | None = None
+    _booking_since_s: float | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """The ledger has not taken a batch for STUCK_S: nobody knows what was spent since."""
+        return self._booking_since_s is not None and time.monotonic() - self._booking_since_s > STUCK_S
+
+    @property
+    def is_full(self) -> bool:
+        """As many records wait as we want to owe the ledger."""
+        return self._queue.qsize() >= MAX_UNBOOKED
 
     async def start(self) -> None:
         self._worker = asyncio.create_task(self._work(), name="settlement")
@@ -117,7 +131,9 @@ class Settlement:
     async def _work(self) -> None:
         while True:
             batch = await self._batch()
+            self._booking_since_s = time.monotonic()
             await self._book([item.told for item in batch if item.told is not None])
+            self._booking_since_s = None
             await self._acknowledge(batch)
             for _ in batch:
                 self._queue.task_done()

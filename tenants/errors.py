@@ -47,6 +47,10 @@ class PeriodOpen(TenantsError):
     """The month is not over, or has only just ended: records of it may still come."""
 
 
+class Superseded(TenantsError):
+    """What was prepared builds on what has changed since: prepare it again."""
+
+
 class UnsoundInvoice(TenantsError):
     """What would be invoiced does not add up (``breaches``): nothing is issued until somebody has looked."""
 

@@ -1,5 +1,8 @@
 """What the ledger holds of a tenant and a time: the sums that invoices are made of, and those that they are held to."""
 
+from typing import Any
+
+from sqlalchemy import case
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
@@ -13,8 +16,11 @@ _KEY = ("model", "base_model", "flow_class", "meter", "rate_card_id", "unit_pric
 
 async def ledger_groups(session: AsyncSession, tenant_id: str, start_ns: int, end_ns: int) -> dict[LineKey, Sums]:
     """Entries of [start, end), by line."""
-    keys = [getattr(LedgerEntry, name) for name in _KEY]
-    sums = *exact_sum(LedgerEntry.quantity, "quantity"), *exact_sum(LedgerEntry.amount_picousd, "amount")
+    keys: list[Any] = [getattr(LedgerEntry, name) for name in _KEY]
+    sums: tuple[Any, ...] = (
+        *exact_sum(LedgerEntry.quantity, "quantity"),
+        *exact_sum(LedgerEntry.amount_picousd, "amount"),
+    )
     query = select(*keys, *sums).where(*_within(tenant_id, start_ns, end_ns))
     rows = (await session.exec(query.group_by(*keys))).all()
     return {
@@ -25,13 +31,11 @@ async def ledger_groups(session: AsyncSession, tenant_id: str, start_ns: int, en
 
 async def ledger_amount(session: AsyncSession, tenant_id: str, start_ns: int, end_ns: int) -> tuple[int, int]:
     """All of it in one sum, and what of it requests were charged."""
-    amounts = exact_sum(LedgerEntry.amount_picousd, "amount")
-    everything = select(*amounts).where(*_within(tenant_id, start_ns, end_ns))
-    requests = everything.where(col(LedgerEntry.meter).in_(METERS))
-    return (
-        total((await session.exec(everything)).one(), "amount"),
-        total((await session.exec(requests)).one(), "amount"),
-    )
+    amount = col(LedgerEntry.amount_picousd)
+    of_requests = case((col(LedgerEntry.meter).in_(METERS), amount), else_=0)
+    sums: tuple[Any, ...] = *exact_sum(amount, "everything"), *exact_sum(of_requests, "requests")
+    row = (await session.exec(select(*sums).where(*_within(tenant_id, start_ns, end_ns)))).one()
+    return total(row, "everything"), total(row, "requests")
 
 
 async def receipts_amount(session: AsyncSession, tenant_id: str, start_ns: int, end_ns: int) -> int:

@@ -13,7 +13,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.document_series import lock_series
-from tenants.errors import InvalidValue, NotFound, PeriodOpen, UnsoundInvoice
+from tenants.errors import InvalidValue, NotFound, PeriodOpen, Superseded, UnsoundInvoice
 from tenants.events import emit
 from tenants.invoice_lines import (
     breaches,
@@ -32,7 +32,7 @@ from tenants.stamps import new_id
 from tenants.tables import CreditNote, Invoice, InvoiceLine, Tenant
 
 GRACE_NS = 3600 * 10**9  # after a month's end: what its last requests left is booked by then
-LATE_NS = 400 * 86_400 * 10**9  # corrections are looked for in months that ended since
+LATE_NS = 100 * 86_400 * 10**9  # corrections are looked for in months that ended since: journals are kept for 90 days
 _SLACK_NS = 2 * 86_400 * 10**9  # a tenant that changes its zone moves the ends of its months by about a day
 _READS = 3  # PostgreSQL: a record may commit between two reads of one draft
 
@@ -57,15 +57,29 @@ class Issued:
     lines: list[InvoiceLine]
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checked invoice without its number. ``known``: the tenant's invoices on which it builds."""
+
+    invoice: Invoice
+    lines: list[InvoiceLine]
+    known: tuple[str, ...]
+
+
 class InvoiceRepository:
     """Bound to a session, never committing."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def list_all(self, tenant_id: str | None = None) -> list[Invoice]:
-        """By number: all, or one tenant's."""
-        query = select(Invoice).order_by(col(Invoice.number))
+    async def list_all(self, tenant_id: str) -> list[Invoice]:
+        """A tenant's, by number."""
+        query = select(Invoice).where(Invoice.tenant_id == tenant_id).order_by(col(Invoice.number))
+        return list((await self._session.exec(query)).all())
+
+    async def page(self, after: int, limit: int, tenant_id: str | None = None) -> list[Invoice]:
+        """At most ``limit`` with a higher number, by number: everybody's, or one tenant's."""
+        query = select(Invoice).where(col(Invoice.number) > after).order_by(col(Invoice.number)).limit(limit)
         if tenant_id is not None:
             query = query.where(Invoice.tenant_id == tenant_id)
         return list((await self._session.exec(query)).all())
@@ -77,8 +91,8 @@ class InvoiceRepository:
             return None
         return Issued(invoice, await self._lines(InvoiceLine.invoice_id == invoice_id))
 
-    async def issue(self, order: Order) -> tuple[Issued, bool]:
-        """The month's invoice, and whether it is new: a second order of a month gets the first one's.
+    async def prepare(self, order: Order) -> Draft:
+        """Reads and checks; writes nothing, so that long sums hold nobody up: give it a session for reading.
 
         Raises NotFound (tenant), InvalidValue (period), PeriodOpen, UnsoundInvoice.
         """
@@ -86,20 +100,36 @@ class InvoiceRepository:
         if tenant is None:
             raise NotFound(f"no tenant {order.tenant_id}")
         period = _period_of(tenant, order.period)
-        series = await lock_series(self._session, "invoice")  # from here on there is one issuer
         known = await self.list_all(tenant.tenant_id)
+        names = tuple(each.invoice_id for each in known)
         for invoice in known:
             if invoice.period == period.label:
-                return Issued(invoice, await self._lines(InvoiceLine.invoice_id == invoice.invoice_id)), False
+                return Draft(invoice, [], names)
         _check_is_over(period, order)
         invoice = _head(tenant, order, _left_of(period, known))
-        lines = await self._sound_lines(
-            invoice, [each for each in known if each.end_unix_ns > period.start_unix_ns - LATE_NS]
-        )
+        recent = [each for each in known if each.end_unix_ns > period.start_unix_ns - LATE_NS]
+        return Draft(invoice, await self._sound_lines(invoice, recent), names)
+
+    async def keep(self, draft: Draft) -> tuple[Issued, bool]:
+        """Issues it, and whether it is new: a second draft of a month gets the first one's invoice. What was booked
+        since it was prepared is late: it goes to the next one.
+
+        Raises Superseded when another invoice or credit note of the tenant was issued since: prepare it again.
+        """
+        invoice, lines = draft.invoice, draft.lines
+        series = await lock_series(self._session, "invoice")  # from here on there is one issuer
+        known = await self.list_all(invoice.tenant_id)
+        for each in known:
+            if each.period == invoice.period:
+                return Issued(each, await self._lines(InvoiceLine.invoice_id == each.invoice_id)), False
+        owed = [line.reference for line in await self._credits(invoice.tenant_id)]
+        taken = [line.reference for line in lines if line.kind == "credit"]
+        if tuple(each.invoice_id for each in known) != draft.known or owed != taken:
+            raise Superseded(f"another document of {invoice.tenant_id} was issued meanwhile")
         series.number += 1
         invoice.number = series.number
         self._session.add(series)
-        await self._keep(invoice, lines)
+        await self._insert(invoice, lines)
         return Issued(invoice, lines), True
 
     async def _sound_lines(self, invoice: Invoice, known: Sequence[Invoice]) -> list[InvoiceLine]:
@@ -158,7 +188,7 @@ class InvoiceRepository:
             )
         return found
 
-    async def _keep(self, invoice: Invoice, lines: Sequence[InvoiceLine]) -> None:
+    async def _insert(self, invoice: Invoice, lines: Sequence[InvoiceLine]) -> None:
         self._session.add(invoice)
         await self._session.flush()
         self._session.add_all(lines)

@@ -48,4 +48,4 @@ _NUMBERS = tuple(name for name in COLUMNS if name not in ("engine_id", "model", 
 
 async def post(session: AsyncSession, spans: Sequence[ReplicaSpan]) -> int:
     """Books them in the caller's transaction; any of them any number of times is the same row. How many were new."""
-    return await insert_new(session, ReplicaTime, COLUMNS, sorted(map(astuple, spans)))
+    return await insert_new(session, ReplicaTime, COLUMNS, sorted(astuple(span) for span in spans))

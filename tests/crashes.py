@@ -36,14 +36,20 @@ MIN_RUNNING = 8
 CONTEXT = 4096
 OPTIONS = ("--gateways", "2", "--block-size", "16", "--kv-blocks", "4096", "--context", str(CONTEXT), "--no-demo")
 RECOVERY_S = 60
+PLENTY_PICOUSD = 10**15
+TRIES = 6  # each on a connection of its own: which gateway answers is chance
 
 
 @dataclass
 class Stream:
-    """One streamed completion: ``text`` is what came, ``cut`` that the connection broke."""
+    """One streamed completion: ``text`` is what came, ``cut`` that the connection broke. One that ``leaves`` hangs up
+    once it is told to, after the kill."""
 
     label: str
     body: dict
+    leaves: bool = False
+    leave: threading.Event = field(default_factory=threading.Event)
+    left: bool = False
     first: threading.Event = field(default_factory=threading.Event)
     text: str = ""
     status: int = 0
@@ -61,6 +67,9 @@ class Stream:
                 for piece in response.iter_text():
                     self.text += piece
                     self.first.set()
+                    if self.leaves and self.leave.is_set():
+                        self.left = not self.num_ends
+                        break
         except httpx.HTTPError:
             self.cut = True
         self.ended = True
@@ -83,6 +92,7 @@ class Round:
     num_whole: int
     num_failed: int
     num_cut: int
+    num_left: int
     num_lost_rows: int
     num_missing_rows: int  # streams that came to an end and that no receipt tells of
     seconds: float
@@ -100,11 +110,15 @@ class Installation:
         self.served: Served = start(home, *self.options)
 
     def round(self, number: int, victim: str, draw: random.Random, quick: bool = False) -> Round:
-        """Raises AssertionError where something that was promised does not hold. ``quick``: shorter streams."""
+        """Raises AssertionError where something that was promised does not hold. ``quick``: shorter streams, whose
+        callers leave after the kill; else every third one does."""
         began_s = time.monotonic()
-        key = self.served.new_tenant(f"round {number}", concurrent_requests=100, tokens_per_minute=10_000_000)
+        key = self._customer(number)
+        self._next_request_works(key)  # a spend limit waits until what a lost store held is counted anew
         lengths = [QUICK_LONG if quick else LONG] * NUM_LONG + [SHORT] * NUM_SHORT
         streams = [self._stream(f"crash-{number}-{n}", draw, *bounds) for n, bounds in enumerate(lengths)]
+        for stream in streams:
+            stream.leaves = quick or draw.random() < 1 / 3
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
             for stream in streams:
                 pool.submit(stream.run, self.served.url, key)
@@ -113,6 +127,8 @@ class Installation:
             time.sleep(draw.random() * (QUICK_LATEST_KILL_S if quick else LATEST_KILL_S))
             num_running = sum(not stream.ended for stream in streams)
             self._kill(victim, draw)
+            for stream in streams:
+                stream.leave.set()
             self._recover(victim)
         self._next_request_works(key)
         self._until_settled()
@@ -121,6 +137,22 @@ class Installation:
         assert audit["ok"], json.dumps([found for found in audit["invariants"] if found["breaches"]], indent=1)
         self._check_sums(f"round {number}")
         return self._summary(number, victim, streams, num_running, time.monotonic() - began_s)
+
+    def _customer(self, number: int) -> str:
+        """The key of a tenant of the round's own: every second one is prepaid, the others have a spend limit."""
+        limits = {"concurrent_requests": 100, "tokens_per_minute": 10_000_000}
+        if number % 2:
+            return self.served.new_tenant(f"round {number}", **limits, spend_limit_picousd_per_month=PLENTY_PICOUSD)
+        key = self.served.new_tenant(f"round {number}", **limits)
+        with self.served.ops() as ops:
+            grant = {"amount_picousd": PLENTY_PICOUSD, "reference": f"payment {number}"}
+            answer = ops.post(f"/tenants/{self._tenant_id(f'round {number}')}/credit", json=grant)
+        assert answer.status_code in (200, 201), answer.text
+        return key
+
+    def _tenant_id(self, name: str) -> str:
+        with self.served.ops() as ops:
+            return next(each["id"] for each in ops.get("/tenants").json()["data"] if each["name"] == name)
 
     def audit(self) -> dict:
         arguments = ["audit", "--home", str(self.home), "--database-url", self.postgres.url(self.database), "--json"]
@@ -172,15 +204,18 @@ class Installation:
         body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 2, "ignore_eos": True}
 
         def works() -> bool:
-            with self.served.http(key) as http:
-                return http.post("/completions", json=body).status_code == 200
+            return all(self._answers(key, body) for _ in range(TRIES))
 
         eventually(works, timeout_s=RECOVERY_S, every_s=0.1)
 
+    def _answers(self, key: str, body: dict) -> bool:
+        with self.served.http(key) as http:
+            return http.post("/completions", json=body).status_code == 200
+
     def _check_sums(self, tenant: str) -> None:
         """Of the round's tenant: what was journaled, what the ledger has, and what its invoice says."""
+        tenant_id = self._tenant_id(tenant)
         with self.served.ops() as ops:
-            (tenant_id,) = (each["id"] for each in ops.get("/tenants").json()["data"] if each["name"] == tenant)
             order = {"tenant": tenant_id, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}
             invoice = ops.post("/invoices", json=order)
         assert invoice.status_code == 201, invoice.text
@@ -216,7 +251,9 @@ class Installation:
         for stream in streams:
             assert stream.ended
             assert stream.status in (0, 200), f"{stream.label}: {stream.status} {stream.text[:300]}"
-            assert stream.num_ends == (0 if stream.cut else 1), f"{stream.label} of {victim}: {stream.text[-300:]}"
+            assert stream.num_ends == (0 if stream.cut or stream.left else 1), (
+                f"{stream.label} of {victim}: {stream.text[-300:]}"
+            )
             assert not stream.cut or victim in ("gateway", "supervisor"), f"{stream.label} was cut by a dead {victim}"
 
     def _summary(self, number: int, victim: str, streams: list[Stream], num_running: int, seconds: float) -> Round:
@@ -230,8 +267,9 @@ class Installation:
             victim,
             num_running,
             num_whole=sum(stream.is_whole for stream in streams),
-            num_failed=sum(not stream.is_whole and not stream.cut for stream in streams),
+            num_failed=sum(not (stream.is_whole or stream.cut or stream.left) for stream in streams),
             num_cut=sum(stream.cut for stream in streams),
+            num_left=sum(stream.left for stream in streams),
             num_lost_rows=len(unbilled),
             num_missing_rows=sum(stream.label not in outcomes for stream in streams),
             seconds=seconds,
@@ -257,21 +295,25 @@ def victims(draw: random.Random, rounds: int) -> list[str]:
     return chosen
 
 
+COLUMNS = {
+    "num_whole": "whole",
+    "num_failed": "failed",
+    "num_cut": "cut",
+    "num_left": "left",
+    "num_lost_rows": "lost rows",
+    "num_missing_rows": "no row",
+}
+
+
 def table(rounds: list[Round]) -> str:
     """By victim: rounds, those that lost a request, how streams ended, receipts that say lost or are missing."""
-    lines = ["victim      rounds  lost  whole  failed  cut  lost rows  missing  s/round"]
-    counts = Counter(each.victim for each in rounds)
+    lines = ["  ".join([f"{'victim':<10}", "rounds", "losing", *COLUMNS.values(), "s/round"])]
     for victim in VICTIMS:
         of = [each for each in rounds if each.victim == victim]
         if of:
-            sums = [sum(getattr(each, name) for each in of) for name in _SUMMED]
-            lost, seconds = sum(each.lost_a_request for each in of), sum(each.seconds for each in of) / len(of)
-            lines.append(
-                f"{victim:<11} {counts[victim]:>6}  {lost:>4}  {sums[0]:>5}  {sums[1]:>6}  {sums[2]:>3}  {sums[3]:>9}"
-                f"  {sums[4]:>7}  {seconds:>7.1f}"
-            )
+            numbers = {"rounds": len(of), "losing": sum(each.lost_a_request for each in of)}
+            numbers |= {title: sum(getattr(each, name) for each in of) for name, title in COLUMNS.items()}
+            cells = [f"{number:>{len(title)}}" for title, number in numbers.items()]
+            lines.append("  ".join([f"{victim:<10}", *cells, f"{sum(each.seconds for each in of) / len(of):>7.1f}"]))
     lost = sum(each.lost_a_request for each in rounds)
     return "\n".join([*lines, f"{len(rounds)} rounds, {lost} lost a request ({100 * lost // max(1, len(rounds))} %)"])
-
-
-_SUMMED = ("num_whole", "num_failed", "num_cut", "num_lost_rows", "num_missing_rows")

@@ -7,7 +7,7 @@ from datetime import datetime
 from zoneinfo import ZoneInfo
 
 from tenants.database import Database
-from tenants.invoices import InvoiceRepository, Issued, Order
+from tenants.invoices import Draft, InvoiceRepository, Issued, Order
 from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, PriceKey, RateCard, default_prices
@@ -76,11 +76,21 @@ async def book(database: Database, *requests: SettledRequest) -> None:
 
 
 async def issue(
-    database: Database, tenant_id: str, period: str, *, now: str = "2040-01-01", force: bool = False
+    database: Database, tenant_id: str, period: str, *, now: str = "2040-01-01", zone: str = "UTC", force: bool = False
 ) -> Issued:
+    """``now`` is a local time of ``zone``."""
+    draft = await prepare(database, Order(tenant_id, period, "Tenora GmbH", instant(now, zone), force))
+    return (await keep(database, draft))[0]
+
+
+async def prepare(database: Database, order: Order) -> Draft:
+    async with database.session() as session:
+        return await InvoiceRepository(session).prepare(order)
+
+
+async def keep(database: Database, draft: Draft) -> tuple[Issued, bool]:
     async with database.transaction() as session:
-        order = Order(tenant_id, period, "Tenora GmbH", instant(now), force)
-        return (await InvoiceRepository(session).issue(order))[0]
+        return await InvoiceRepository(session).keep(draft)
 
 
 async def read(database: Database, invoice_id: str, tenant_id: str | None = None) -> Issued | None:

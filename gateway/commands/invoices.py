@@ -13,6 +13,7 @@ LINE = {
     **{"quantity": "QUANTITY", "unit_price_picousd": "PICOUSD EACH", "amount": "AMOUNT"},
 }
 NOTE = {"number": "NUMBER", "id": "ID", "invoice_id": "INVOICE", "total": "TOTAL", "reason": "REASON"}
+ISSUE_TIMEOUT_S = 600.0  # the sums of months with millions of requests
 
 
 @click.group("invoice")
@@ -29,7 +30,7 @@ def invoice_issue(tenant: str, period: str, force: bool, as_json: bool, **where:
     """Issue the invoice of a month; shows it when it is issued already."""
     api = ops_api(**where)
     body = {"tenant": find_tenant(api, tenant)["id"], "period": period, "force": force}
-    _show(api.call("POST", "/invoices", json=body), as_json)
+    _show(api.call("POST", "/invoices", json=body, timeout=ISSUE_TIMEOUT_S), as_json)
 
 
 @invoice.command("list")
@@ -38,8 +39,13 @@ def invoice_issue(tenant: str, period: str, force: bool, as_json: bool, **where:
 def invoice_list(tenant: str | None, as_json: bool, **where: Any) -> None:
     """List invoices by number."""
     api = ops_api(**where)
-    wanted = {"tenant_id": find_tenant(api, tenant)["id"]} if tenant else {}
-    show(api.call("GET", "/invoices", params=wanted), as_json, INVOICE)
+    wanted: dict[str, Any] = {"limit": 1000} | ({"tenant_id": find_tenant(api, tenant)["id"]} if tenant else {})
+    page = api.call("GET", "/invoices", params=wanted)
+    every = page["data"]
+    while page["has_more"]:
+        page = api.call("GET", "/invoices", params=wanted | {"after": page["next_after"]})
+        every += page["data"]
+    show({"object": "list", "data": every}, as_json, INVOICE)
 
 
 @invoice.command("show")

@@ -8,11 +8,15 @@ import click
 
 from gateway.client import Api
 from gateway.commands.common import find_tenant, ops_api, ops_options, show, tenant_options
+from gateway.commands.cost import report_cost
 
 
 @click.group("report")
 def report() -> None:
-    """What a tenant used (with the tenant's own key), and how it was served (with an operator's)."""
+    """What a tenant used (with the tenant's own key), what it cost and how it was served (with an operator's)."""
+
+
+report.add_command(report_cost)
 
 
 @report.command("usage")

@@ -16,6 +16,7 @@ from tenants.audit.findings import Finding, Findings
 from tenants.audit.invoices import check_invoices
 from tenants.audit.journals import Journal, Journaled, check_journals
 from tenants.audit.replicas import JournaledTime, check_replicas
+from tenants.audit.wallets import check_wallets
 from tenants.audit_log import AuditLog, Head
 
 __all__ = ["Audit", "Finding", "Journal", "Journaled", "JournaledTime", "audit", "begin_snapshot"]
@@ -50,6 +51,7 @@ async def audit(
     await check_books(connection, findings)
     await check_invoices(connection, findings)
     await check_replicas(connection, findings)
+    await check_wallets(connection, findings)
     head = await _check_log(session, known, findings)
     return Audit(findings.all(), head)
 

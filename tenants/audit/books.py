@@ -12,8 +12,11 @@ from tenants.audit.journals import METERS
 
 _PAID = "(r.outcome = 200 OR (r.outcome = 499 AND r.output_tokens > 0))"
 _SAME = " AND ".join(
-    f"e.{name} = r.{name}"
-    for name in ("request_id", "tenant_id", "key_id", "model", "base_model", "flow_class", "rate_card_id")
+    [
+        "e.request_id = r.request_id",
+        "e.tenant_id || '' = r.tenant_id || ''",  # plainly, SQLite would take the tenant's index
+        *(f"e.{name} = r.{name}" for name in ("key_id", "model", "base_model", "flow_class", "rate_card_id")),
+    ]
 )
 _OF_REQUESTS = f"e.meter IN ({', '.join(map(repr, METERS))})"
 _ANY = "*"
@@ -154,10 +157,12 @@ async def _check_prices(connection: AsyncConnection, findings: Findings) -> None
     items = await connection.execute(
         text("SELECT rate_card_id, meter, model, flow_class, price_picousd FROM rate_card_item")
     )
-    prices = {(row.rate_card_id, row.meter, row.model, row.flow_class): row.price_picousd for row in items}
+    prices: dict[tuple[str, ...], int] = {
+        (row.rate_card_id, row.meter, row.model, row.flow_class): row.price_picousd for row in items
+    }
     for row in await connection.execute(text(_PRICED)):
         wanted = ((row.base_model, row.flow_class), (row.base_model, _ANY), (_ANY, row.flow_class), (_ANY, _ANY))
-        keys = [(row.rate_card_id, row.meter, *item) for item in wanted]
+        keys: list[tuple[str, ...]] = [(row.rate_card_id, row.meter, *item) for item in wanted]
         unlisted = 0 if row.meter.startswith("adapter_") else None
         listed = next((prices[key] for key in keys if key in prices), unlisted)
         if listed != row.unit_price_picousd:

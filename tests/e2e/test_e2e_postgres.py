@@ -1,5 +1,6 @@
 """A whole installation on PostgreSQL and an external Valkey, as a production one is: nothing of value in HOME."""
 
+import concurrent.futures
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,39 @@ def test_limits_are_kept_in_the_external_store_for_all_gateways_together(install
     assert answers == [200] * 4 + [429] * 4
     with Redis.from_url(valkey.url) as redis:
         assert any(name.startswith(b"tn:q2:") for name in redis.scan_iter())
+
+
+def spent(served: Served, key: str) -> int:
+    """What the ledger has of the key's tenant, exactly."""
+    with served.http(key) as http:
+        window = {"start_time": int(time.time()) - 86_400, "bucket_width": "1d"}
+        buckets = http.get("/organization/costs", params=window).json()["data"]
+    return sum(result["amount"]["picousd"] for bucket in buckets for result in bucket["results"])
+
+
+def test_fifty_callers_over_two_gateways_never_pass_a_spend_limit_by_one_unit_also_across_a_flush(installation, valkey):
+    served, price = installation.served, 3 * 50_000 + 6 * 100_000 + 1_000_000
+    key = served.new_tenant("budgeted", spend_limit_picousd_per_month=60 * price)
+    codes: list[int] = []
+
+    def ask(_: int) -> None:
+        codes.append(complete(served, key).status_code)
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool, Redis.from_url(valkey.url) as redis:
+        asked = [pool.submit(ask, number) for number in range(100)]
+        for enough in (10, 30):
+            eventually(lambda enough=enough: len(codes) >= enough, timeout_s=30)
+            redis.flushall()
+        for one in asked:
+            one.result()
+        assert set(codes) <= {200, 402, 503}
+        later = [complete(served, key).status_code for _ in range(61 - codes.count(200))]
+
+        assert codes.count(200) <= 60
+        assert later == [200] * (60 - codes.count(200)) + [402]
+        assert eventually(lambda: spent(served, key) == 60 * price)
+        (window,) = list(redis.scan_iter(match="tn:q2:*:s:tenant@*"))
+        assert int(redis.hget(window, "n") or 0) == 60 * price
 
 
 def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(installation: Installation, postgres):

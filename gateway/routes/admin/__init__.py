@@ -7,6 +7,7 @@ audit event and is in force at every gateway within a second.
 from litestar import Router
 
 from gateway.routes.admin.audit import Audit
+from gateway.routes.admin.cost_report import CostReport
 from gateway.routes.admin.credit import Credit
 from gateway.routes.admin.invoices import Invoices
 from gateway.routes.admin.keys import Keys, TenantKeys
@@ -23,6 +24,6 @@ def admin_routes() -> Router:
     """Everything under /admin/v1."""
     handlers = [
         *(Tenants, Credit, TenantKeys, Keys, Operators, Audit, Machines),
-        *(Money, RateCards, Invoices, Webhooks, SloObjectives, SloReports),
+        *(Money, RateCards, Invoices, Webhooks, SloObjectives, SloReports, CostReport),
     ]
     return Router("/admin/v1", route_handlers=handlers)

@@ -1,5 +1,6 @@
 """/admin/v1/invoices: issue, show, give back. Nothing here is ever changed or taken away."""
 
+import contextlib
 import time
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from litestar.params import FromPath, JSONBody
 from gateway.administration import change, found, needs, session_of
 from gateway.bodies import Body, listed
 from gateway.documents import format_of
+from gateway.errors import ApiError
 from gateway.invoice_bodies import (
     INVOICE_FORMATS,
     credit_note_body,
@@ -21,7 +23,19 @@ from gateway.invoice_bodies import (
 )
 from tenants.audit_log import Change
 from tenants.credit_notes import CreditNoteRepository
+from tenants.errors import Superseded
 from tenants.invoices import InvoiceRepository, Issued, Order
+
+MAX_INVOICES = 1000  # of a page
+MAX_TRIES = 3
+
+
+class InvoiceQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Invoices with a number above ``after``; None: everybody's."""
+
+    tenant_id: str | None = None
+    after: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_INVOICES)] = 100
 
 
 class NewInvoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,25 +63,24 @@ class Invoices(Controller):
     path = "/invoices"
 
     @get(guards=[needs("billing")])
-    async def list_all(self, request: Request, state: State) -> Body:
-        """By number; ``tenant_id`` picks one tenant's."""
+    async def page(self, request: Request, state: State) -> Body:
+        """By number; ``next_after`` asks for the next page."""
+        query = msgspec.convert(dict(request.query_params), InvoiceQuery, strict=False)
         async with session_of(state) as session:
-            every = await InvoiceRepository(session).list_all(request.query_params.get("tenant_id"))
-        return listed([msgspec.to_builtins(invoice_head(invoice)) for invoice in every])
+            found = await InvoiceRepository(session).page(query.after, query.limit + 1, query.tenant_id)
+        shown, more = found[: query.limit], len(found) > query.limit
+        bodies = [msgspec.to_builtins(invoice_head(invoice)) for invoice in shown]
+        return listed(bodies, has_more=more, next_after=shown[-1].number if more else None)
 
     @post(guards=[needs("admin")])
     async def issue(self, request: Request, state: State, data: JSONBody[NewInvoice]) -> Response[Any]:
         """201 with the month's invoice; 200 when it was issued before."""
         order = Order(data.tenant, data.period, state.ops.issuer, time.time_ns(), data.force)
-
-        async def work(session) -> tuple[tuple[Issued, bool], Change | None]:
-            issued, is_new = await InvoiceRepository(session).issue(order)
-            body = msgspec.to_builtins(invoice_head(issued.invoice))
-            made = Change("invoice.issue", issued.invoice.invoice_id, None, body) if is_new else None
-            return (issued, is_new), made
-
-        issued, is_new = await change(request, work)
-        return Response(invoice_body(issued), status_code=201 if is_new else 200)
+        for _ in range(MAX_TRIES):
+            with contextlib.suppress(Superseded):
+                issued, is_new = await _issue(request, state, order)
+                return Response(invoice_body(issued), status_code=201 if is_new else 200)
+        raise ApiError("Other invoices of the tenant are being issued; try again.", code="store_unavailable")
 
     @get("/{invoice_id:str}", guards=[needs("billing")])
     async def show(self, request: Request, state: State, invoice_id: FromPath[str]) -> Response[Any]:
@@ -107,6 +120,20 @@ class Invoices(Controller):
             return body, Change("credit_note.issue", note.credit_note_id, None, body)
 
         return await change(request, work)
+
+
+async def _issue(request: Request, state: State, order: Order) -> tuple[Issued, bool]:
+    """Raises Superseded."""
+    async with session_of(state) as session:
+        draft = await InvoiceRepository(session).prepare(order)
+
+    async def work(session) -> tuple[tuple[Issued, bool], Change | None]:
+        issued, is_new = await InvoiceRepository(session).keep(draft)
+        body = msgspec.to_builtins(invoice_head(issued.invoice))
+        made = Change("invoice.issue", issued.invoice.invoice_id, None, body) if is_new else None
+        return (issued, is_new), made
+
+    return await change(request, work)
 
 
 async def _invoice(session, invoice_id: str) -> Issued:

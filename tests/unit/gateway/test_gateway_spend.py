@@ -1,6 +1,8 @@
 """Limits of money through a whole gateway: reserved, settled, refused, and counted anew when the store lost them."""
 
 import concurrent.futures
+import contextlib
+import sqlite3
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -10,9 +12,10 @@ from gateway_harness import House, eventually, rows, running_house
 from redis import Redis
 
 from tenants.budgets import period_of
-from tenants.repositories import KeyRepository
+from tenants.repositories import KeyRepository, TenantRepository
 from tenants.spend_repository import GatewayLeaseRepository
-from tenants.tables import LedgerEntry, RequestRecord
+from tenants.tables import LedgerEntry, RequestRecord, WalletHold
+from tenants.wallet import Hold, WalletRepository
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 PRICE = 3 * 50_000 + 4 * 100_000 + 1_000_000  # of BODY
@@ -182,3 +185,129 @@ def test_another_gateway_is_waited_for_until_it_has_said_what_it_holds_or_its_le
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
         spending.on_loop(lease(-1))
         eventually(lambda: http.post("/completions", json=BODY).status_code == 200)
+
+
+# ── prepaid credit ───────────────────────────────────────────────────────────────────────────────
+
+
+def grant(house: House, key: str, picousd: int, reference: str = "first") -> None:
+    async def work() -> None:
+        async with house.parts.database.transaction() as session:
+            tenant = await TenantRepository(session).get(house.tenants[key])
+            assert tenant is not None
+            await WalletRepository(session).grant(tenant, picousd, reference)
+        await house.parts.pipeline.directory.refresh()
+
+    house.on_loop(work())
+
+
+def balance(house: House, key: str) -> tuple[int, int, int]:
+    with house.http(key) as http:
+        shown = http.get("/organization/credit").json()
+    assert shown["granted_picousd"] == shown["free_picousd"] + shown["reserved_picousd"] + shown["spent_picousd"]
+    return shown["granted_picousd"], shown["reserved_picousd"], shown["spent_picousd"]
+
+
+def test_prepaid_credit_is_spent_to_its_end_and_no_further(spending: House):
+    key = spending.new_tenant("prepaid")
+    with spending.http(key) as http:
+        assert http.get("/organization/credit").status_code == 404
+        grant(spending, key, 2 * PRICE)
+        for number in (1, 2):
+            assert http.post("/completions", json=BODY).status_code == 200
+            eventually(lambda number=number: balance(spending, key) == (2 * PRICE, 0, number * PRICE))
+        refused = http.post("/completions", json=BODY)
+
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["code"]) == (
+        402,
+        "insufficient_quota",
+        "credit_balance_exhausted",
+    )
+    assert refused.headers["x-should-retry"] == "false"
+    assert balance(spending, key) == (2 * PRICE, 0, 2 * PRICE)
+    grant(spending, key, PRICE, "second")
+    with spending.http(key) as http:
+        assert http.post("/completions", json=BODY).status_code == 200
+
+
+def test_many_callers_at_once_never_hold_more_than_the_credit(spending: House):
+    key = spending.new_tenant("prepaid-crowd")
+    grant(spending, key, 5 * PRICE)
+
+    def ask(_: int) -> int:
+        with spending.http(key) as http:
+            return http.post("/completions", json=BODY).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        codes = list(pool.map(ask, range(24)))
+    assert set(codes) <= {200, 402}
+    eventually(lambda: balance(spending, key) == (5 * PRICE, 0, codes.count(200) * PRICE))
+    assert 0 < codes.count(200) <= 5
+    holds = rows(spending, key, WalletHold)
+    assert sum(hold.spent_picousd or 0 for hold in holds) == billed(spending, key) == codes.count(200) * PRICE
+
+
+def test_what_was_refused_by_a_rate_holds_no_credit_and_by_credit_no_rate(spending: House):
+    key = spending.new_tenant("prepaid-rated", requests_per_minute=2)
+    grant(spending, key, PRICE)
+    with spending.http(key) as http:
+        assert http.post("/completions", json=BODY | {"max_tokens": 40}).status_code == 402
+        assert http.post("/completions", json=BODY).headers["x-ratelimit-remaining-requests"] == "1"
+        eventually(lambda: balance(spending, key) == (PRICE, 0, PRICE))
+
+
+def test_a_hold_that_no_record_will_resolve_is_swept_when_the_journals_are_empty(spending: House, monkeypatch):
+    key = spending.new_tenant("prepaid-swept")
+    grant(spending, key, PRICE)
+    credit = spending.parts.pipeline.admission.credit
+
+    async def leave_a_hold() -> None:
+        async with spending.parts.database.transaction() as session:
+            hold = Hold(spending.tenants[key], "nobody-runs-it", 0, "a gateway that is gone", PRICE)
+            assert await WalletRepository(session).reserve(hold)
+
+    spending.on_loop(leave_a_hold())
+    assert spending.on_loop(credit.sweep()) == 0  # it is young
+    monkeypatch.setattr("gateway.credit.YOUNG_S", -1.0)
+    assert spending.on_loop(credit.sweep()) == 1
+    assert balance(spending, key) == (PRICE, 0, 0)
+    assert spending.on_loop(credit.sweep()) == 0
+
+
+# ── without a ledger ─────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def locked_ledger(house: House) -> Iterator[None]:
+    lock = sqlite3.connect(house.settings.home / "tenora.db", isolation_level=None, check_same_thread=False)
+    lock.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        lock.execute("ROLLBACK")
+        lock.close()
+
+
+def test_without_a_ledger_money_stops_at_once_and_others_when_enough_is_owed(spending: House, monkeypatch):
+    limited = spending.new_tenant("no-ledger", spend_limit_picousd_per_month=9 * PRICE)
+    free = spending.new_tenant("no-ledger-free")
+    books = spending.parts.pipeline.admission.books
+    monkeypatch.setattr("gateway.settlement.STUCK_S", 0.05)
+    monkeypatch.setattr("gateway.settlement.MAX_UNBOOKED", 2)
+    with spending.http(limited) as http, spending.http(free) as other:
+        assert http.post("/completions", json=BODY).status_code == 200
+        eventually(lambda: billed(spending, limited) == PRICE)
+        with locked_ledger(spending):
+            served = [other.post("/completions", json=BODY)]
+            eventually(lambda: books.is_stuck)
+            refused = http.post("/completions", json=BODY)
+            while not books.is_full:
+                served.append(other.post("/completions", json=BODY))
+            too_much = other.post("/completions", json=BODY)
+        for answer in (refused, too_much):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "billing_unavailable")
+            assert "retry-after" in answer.headers
+        eventually(lambda: http.post("/completions", json=BODY).status_code == 200)
+    settled = [answer for answer in served if answer.status_code == 200]
+    eventually(lambda: billed(spending, free) == len(settled) * PRICE)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from litestar import post
 from ops_client import client_of
+from test_ops_slo import document
 
 from gateway.access import handlers_of
 from gateway.administration import needs
@@ -48,7 +49,7 @@ Make = Callable[[], str]
 
 
 def samples(
-    tenant: Make, key: Make, operator: Make, invoice: Make
+    tenant: Make, key: Make, operator: Make, invoice: Make, promised: Make
 ) -> dict[tuple[str, str], Callable[[], tuple[str, dict]]]:
     """A request to every writing route: path below /admin/v1, and its body. A route without one fails the walk."""
     return {
@@ -68,6 +69,12 @@ def samples(
             f"/invoices/{invoice()}/credit-notes",
             {"reason": "walked"},
         ),
+        ("POST", "/tenants/{tenant_id}/credit"): lambda: (
+            f"/tenants/{tenant()}/credit",
+            {"amount_picousd": 10**12, "reference": "walked"},
+        ),
+        ("PUT", "/slo-objectives"): lambda: ("/slo-objectives", document(tenant())),
+        ("DELETE", "/slo-objectives"): lambda: (f"/slo-objectives?tenant={promised()}&model=tiny&class=standard", {}),
         ("POST", "/rate-cards"): lambda: ("/rate-cards", {"effective_from": int(time.time()) + 1000}),
     }
 
@@ -99,7 +106,13 @@ def routes_without_event(server: OpsServer, app, ops: httpx.Client) -> list[tupl
             "/invoices", json={"tenant": owner, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}
         ).json()["id"]
 
-    silent, known = [], samples(tenant, key, operator, invoice)
+    def promised() -> str:
+        tenant_id = tenant()
+        answer = ops.put("/slo-objectives", json=document(tenant_id, model="tiny", **{"class": "standard"}))
+        assert answer.status_code == 200, answer.text
+        return tenant_id
+
+    silent, known = [], samples(tenant, key, operator, invoice, promised)
     for method, path in writing_routes(app):
         if (method, path) not in known:
             silent.append((method, path))

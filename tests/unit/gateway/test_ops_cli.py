@@ -230,3 +230,29 @@ def test_serve_in_a_home_that_is_served_says_so_and_leaves_its_sockets_alone(tmp
     assert done.returncode == 1
     assert "another --home" in done.stderr.splitlines()[-1]
     assert store.exists()
+
+
+def test_credit_is_granted_once_a_reference_and_shown(server: OpsServer) -> None:
+    where = ("--home", str(server.home), "--ops-url", server.url)
+    tenant = ask(server, "tenant", "create", "prepaid-by-hand")
+    absent = tenora("tenant", "credit", "prepaid-by-hand", *where)
+    assert (absent.returncode, "no prepaid credit" in absent.stderr) == (1, True)
+
+    for _ in range(2):
+        granted = ask(server, "tenant", "credit", tenant["id"], "12.000000000001", "--reference", "payment 1")
+        assert granted["granted_picousd"] == granted["free_picousd"] == 12 * 10**12 + 1
+    assert ask(server, "tenant", "credit", "prepaid-by-hand") == granted
+
+    other = tenora("tenant", "credit", "prepaid-by-hand", "13", "--reference", "payment 1", *where)
+    assert (other.returncode, "has granted" in other.stderr) == (1, True)
+    for arguments in (("5",), ("1.0000000000001", "--reference", "x"), ("1e9", "--reference", "x")):
+        assert tenora("tenant", "credit", "prepaid-by-hand", *arguments, *where).returncode != 0
+    assert ask(server, "tenant", "credit", "prepaid-by-hand") == granted
+
+
+def test_alerts_are_set_as_a_list_of_percentages(server: OpsServer) -> None:
+    ask(server, "tenant", "create", "alerted")
+    assert ask(server, "tenant", "set", "alerted", "spend_alerts=80,95")["limits"]["spend_alerts"] == [80, 95]
+    assert ask(server, "tenant", "set", "alerted", "spend_alerts=90")["limits"]["spend_alerts"] == [90]
+    wrong = tenora("tenant", "set", "alerted", "spend_alerts=most", "--home", str(server.home), "--ops-url", server.url)
+    assert wrong.returncode == 2

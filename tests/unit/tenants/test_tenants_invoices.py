@@ -1,19 +1,35 @@
 """Invoices: what is on them, what they are held to, what comes after them."""
 
+import asyncio
 import random
 from collections import Counter
 from decimal import ROUND_HALF_EVEN, Decimal
 
 import pytest
-from invoicing import DAY, HOUR, book, enormous, instant, issue, make_tenant, publish, random_requests, read, request
+from invoicing import (
+    DAY,
+    HOUR,
+    book,
+    enormous,
+    instant,
+    issue,
+    keep,
+    make_tenant,
+    prepare,
+    publish,
+    random_requests,
+    read,
+    request,
+)
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import select
 from tampering import tamper
 
 from tenants.credit_notes import CreditNoteRepository
-from tenants.errors import InvalidValue, NotFound, PeriodOpen, UnsoundInvoice
+from tenants.errors import InvalidValue, NotFound, PeriodOpen, Superseded, UnsoundInvoice
 from tenants.invoice_lines import cents_of
+from tenants.invoices import InvoiceRepository, Issued, Order
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, METERS
 from tenants.repositories import TenantRepository
 from tenants.tables import Event, LedgerEntry
@@ -147,15 +163,49 @@ def test_a_month_is_not_invoiced_before_an_hour_after_its_end_unless_forced(with
             ("2026-10-15", True, InvalidValue),
         ]:
             with pytest.raises(error):
-                await issue_at(database, tenant, now, force)
-        assert (await issue_at(database, tenant, "2026-12-01T01:00:00", False)).invoice.end_unix_ns == end
+                await issue(database, tenant, "2026-11", now=now, zone="Asia/Kolkata", force=force)
+        issued = await issue(database, tenant, "2026-11", now="2026-12-01T01:00:00", zone="Asia/Kolkata")
+        assert issued.invoice.end_unix_ns == end
 
-    async def issue_at(database, tenant, now, force):
-        from tenants.invoices import InvoiceRepository, Order
+    with_database(body)
 
-        async with database.transaction() as session:
-            order = Order(tenant, "2026-11", "us", instant(now, "Asia/Kolkata"), force)
-            return (await InvoiceRepository(session).issue(order))[0]
+
+def test_invoices_that_are_issued_at_once_have_numbers_without_gaps_and_a_month_has_one(with_database):
+    async def body(database):
+        tenants = [await make_tenant(database, f"tenant {number}") for number in range(3)]
+        months = [(tenant, month) for tenant in tenants for month in ("2026-11", "2026-11", "2026-12")]
+        done = await asyncio.gather(*(issue(database, *each) for each in months), return_exceptions=True)
+        for each, outcome in zip(months, done, strict=True):
+            if isinstance(outcome, Superseded):  # the tenant's other month came between
+                await issue(database, *each)
+            else:
+                assert isinstance(outcome, Issued)
+        async with database.session() as session:
+            page = await InvoiceRepository(session).page(0, 100)
+
+        assert [invoice.number for invoice in page] == [1, 2, 3, 4, 5, 6]
+        assert len({(invoice.tenant_id, invoice.period) for invoice in page}) == 6
+
+    with_database(body)
+
+
+def test_a_draft_that_a_credit_note_overtook_is_not_issued_and_one_that_usage_overtook_is(with_database):
+    async def body(database):
+        tenant = await make_tenant(database)
+        card = await publish(database, prices={("requests", ANY, ANY): 10**11})
+        await book(database, request(tenant, card, NOVEMBER[0]))
+        november = await issue(database, tenant, "2026-11")
+        order = Order(tenant, "2026-12", "us", instant("2027-02-01"))
+        draft = await prepare(database, order)
+        await give_back(database, november)
+        with pytest.raises(Superseded):
+            await keep(database, draft)
+        draft = await prepare(database, order)
+        await book(database, request(tenant, card, instant("2026-12-05")))
+        (december, _), january = await keep(database, draft), await issue(database, tenant, "2027-01")
+
+        assert [line.kind for line in december.lines] == ["credit", "rounding"]
+        assert exact(by_kind(january, "correction")) == exact(by_kind(november, "usage"))
 
     with_database(body)
 
