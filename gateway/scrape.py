@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Exemplar as ShownExemplar
 
 from engine.wire import Exemplar, Family
@@ -214,6 +215,9 @@ class SummedRegistry:
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition for an Accept header, and its content type."""
         encode, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # the encoder's escaping would write vllm:x as vllm_x; our names need none
+            return openmetrics.generate_latest(self, escaping=openmetrics.ALLOWUTF8), content_type
         return encode(self), content_type
 
 

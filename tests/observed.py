@@ -14,6 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 METRICS = ROOT / "ops" / "METRICS.md"
 RULES = ROOT / "ops" / "prometheus" / "rules.yml"
 DASHBOARDS = sorted((ROOT / "ops" / "grafana").glob("*.json"))
+PROMTOOL_COMMANDS = (
+    "check rules rules.yml",
+    "check config prometheus.yml",
+    "test rules rules_test.yml",
+    "test rules rules_days_test.yml",
+)
 _PARTS = ("_bucket", "_sum", "_count")
 OF_PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": {"alertstate", "alertname"}}
 

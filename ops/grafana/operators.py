@@ -211,6 +211,8 @@ HEALTH = Row(
         Panel("Records wait, none is acknowledged", (level("tenora_usage_stalled_seconds", "model", MODEL),), "s"),
         Panel("Journals that fail", (level("tenora_usage_journal_failing", "model", MODEL),)),
         Panel("Records not booked", (rate("tenora_records_unbooked_total", "reason", ""),), "ops"),
+        Panel("Webhook deliveries by result", (rate("tenora_webhook_deliveries_total", "result", ""),), "ops"),
+        Panel("Webhooks under way", (Query("sum(tenora_webhook_pending)", "pending"),)),
         Panel("Gateways without the store", (Query("max(tenora_store_away)", "away"),)),
         Panel("Gateways of each engine", (level("tenora_engine_gateways", "model", MODEL),)),
         Panel("Open requests", (level("tenora_engine_open_requests", "model", MODEL),)),

@@ -24,6 +24,7 @@ MOVED_ELSEWHERE = {
     "tenora_collective_seconds_bucket": "nothing: an engine has one device",
     "tenora_collective_seconds_count": "nothing: an engine has one device",
     "tenora_collective_seconds_sum": "nothing: an engine has one device",
+    "tenora_webhook_pending": "tests/e2e: an installation with a webhook",
     "tenora_store_away": "tests/unit/gateway: a store that is down",
     "tenora_reports_failed_total": "tests/unit/gateway: a measure that is not sound",
 }
@@ -80,7 +81,7 @@ def test_load_moves_every_served_metric(watched: Watched):
 
 
 # Served only once what they count has happened, or where there is such a device
-SOMETIMES = {"tenora_records_unbooked_total", "tenora_slo_requests_total"}
+SOMETIMES = {"tenora_records_unbooked_total", "tenora_slo_requests_total", "tenora_webhook_deliveries_total"}
 
 
 def test_what_is_served_is_what_is_documented(watched: Watched):

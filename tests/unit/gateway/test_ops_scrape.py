@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -284,6 +285,25 @@ def test_tenants_of_ended_processes_are_bounded_and_the_sum_keeps_all_that_was_c
     assert len(family.samples) == scrape.MAX_ENDED_TENANTS + 1
     assert registry.total("tenora_tenant_requests") == 2 * (scrape.MAX_ENDED_TENANTS + 10)
     assert registry.total("tenora_tenant_requests", tenant="other") == 20
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        "text/plain;version=0.0.4",
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8,text/plain;version=1.0.0;escaping=allow-utf-8",
+        "text/plain;version=1.0.0;escaping=underscores",
+    ],
+)
+def test_names_with_a_colon_keep_it_whoever_scrapes(accept: str) -> None:
+    registry = SummedRegistry()
+    registry.update("e0", 1, [Family("vllm:num_requests_running", "gauge", "Running.", [("", {}, 3.0)])], model="m")
+
+    text, _ = registry.render(accept)
+
+    assert b'\nvllm:num_requests_running{model="m"} 3.0\n' in text
 
 
 def test_a_child_that_is_not_there_or_speaks_nonsense_is_an_error_of_the_scrape(tmp_path: Path) -> None:
