@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
 from engine import wire
 from engine.adapter_pool import HostWeights
+from engine.fair_turns import FairTurns
 from engine.stats import RESIDENT_FAMILY
 from engine.weights.adapter import AdapterWeights, read_adapter
 from engine.weights.errors import CorruptAdapter
@@ -30,6 +32,8 @@ DEFAULT_DISK_BYTES = 8 << 30
 MAX_ADAPTER_BYTES = 2 << 30
 MAX_QUEUED_CHUNKS = 8  # beyond it the gateway's socket isn't read until the disk has caught up
 FETCH_TIMEOUT_S = 30.0  # without any chunk
+ASKED_AT_ONCE = 2  # of a gateway: it sends no more at a time, in the order asked
+PARSED_AT_ONCE = 2
 SUFFIX = ".tnr"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.[0-9a-f]{{64}}{re.escape(SUFFIX)}")
@@ -175,14 +179,14 @@ class _Fetch:
 
 class AdapterTiers:
     """Brings what the engine wants: ``ready(key, weights)`` or ``failed(key, code, message)``, once for each
-    ``want``, on the event loop. ``ask(key)`` names a gateway whose request waits for it, or None; then the tier
-    waits for ``waiting(key)`` or ``forget(key)``. ``prepare`` makes of weights what the engine loads, off the event
-    loop."""
+    ``want``, on the event loop. ``ask(key)`` names a gateway whose request waits for it, and that request's flow; or
+    None: then the tier waits for ``waiting(key)`` or ``forget(key)``. ``prepare`` makes of weights what the engine
+    loads, off the event loop. Flows take turns: no tenant's many adapters hold up another's one."""
 
     def __init__(
         self,
         disk: DiskTier,
-        ask: Callable[[str], Peer | None],
+        ask: Callable[[str], tuple[Peer, str] | None],
         ready: Callable[[str, HostWeights], None],
         failed: Callable[[str, str, str], None],
         prepare: Callable[[AdapterWeights], HostWeights],
@@ -192,7 +196,9 @@ class AdapterTiers:
         self._ready = ready
         self._failed = failed
         self._prepare = prepare
-        self._executor = ThreadPoolExecutor(2, "adapters")
+        self._executor = ThreadPoolExecutor(PARSED_AT_ONCE, "adapters")
+        self._parsing = FairTurns(PARSED_AT_ONCE)
+        self._asking: WeakKeyDictionary[Peer, FairTurns] = WeakKeyDictionary()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._fetches: dict[str, _Fetch] = {}
         self._unasked: dict[str, asyncio.Event] = {}
@@ -237,7 +243,7 @@ class AdapterTiers:
 
     async def _bring(self, key: str) -> None:
         try:
-            self._ready(key, await self._off_loop(self._prepare, await self._weights(key)))
+            self._ready(key, await self._weights(key))
         except FetchFailed as failure:
             logger.warning("adapter %.12s: %s", key, failure)
             self._failed(key, failure.code, str(failure))
@@ -247,27 +253,36 @@ class AdapterTiers:
                 self._disk.shed()
             self._failed(key, "adapter_delayed", "the engine has no room for the adapter at the moment")
 
-    async def _weights(self, key: str) -> AdapterWeights:
+    async def _weights(self, key: str) -> HostWeights:
         found = self._disk.find(key)
         if found is not None:
             try:
-                return await self._off_loop(read_adapter, *found)
+                return await self._parse(key, *found)
             except (CorruptAdapter, OSError) as error:
                 logger.error("adapter %.12s is corrupt on disk, fetched anew: %s", key, error)
                 self._disk.remove(key)
         try:
-            return await self._off_loop(read_adapter, *await self._fetch(key))
+            return await self._parse(key, *await self._fetch(key))
         except CorruptAdapter as error:
             self._disk.remove(key)
             raise FetchFailed("adapter_corrupt", "the adapter's file is corrupt") from error
 
+    async def _parse(self, key: str, path: Path, sha256: str) -> HostWeights:
+        """In the flow's turn. Raises CorruptAdapter, OSError."""
+        asker = self._ask(key)
+        async with self._parsing.turn(asker[1] if asker else ""):
+            return await self._off_loop(lambda: self._prepare(read_adapter(path, sha256)))
+
     async def _fetch(self, key: str) -> tuple[Path, str]:
-        """Asks one gateway after the other until one has sent the whole file."""
+        """Asks one gateway after the other, each in the flow's turn, until one has sent the whole file."""
         while True:
-            fetch = self._fetches[key] = _Fetch(await self._gateway(key))
-            fetch.peer.send(wire.AdapterWanted(key))
+            peer, flow = await self._gateway(key)
+            fetch = self._fetches[key] = _Fetch(peer)  # also while it waits for its turn it may hear of the peer's end
+            turns = self._asking.setdefault(peer, FairTurns(ASKED_AT_ONCE))
             try:
-                sha256 = await self._receive_file(key, fetch)
+                async with turns.turn(flow):
+                    peer.send(wire.AdapterWanted(key))
+                    sha256 = await self._receive_file(key, fetch)
                 if sha256:
                     return self._disk.publish(key, sha256)
             finally:
@@ -276,14 +291,14 @@ class AdapterTiers:
                 if self._fetches.get(key) is fetch:
                     del self._fetches[key]
 
-    async def _gateway(self, key: str) -> Peer:
-        while (peer := self._ask(key)) is None:
+    async def _gateway(self, key: str) -> tuple[Peer, str]:
+        while (asker := self._ask(key)) is None:
             self._unasked[key] = asyncio.Event()
             try:
                 await self._unasked[key].wait()
             finally:
                 del self._unasked[key]
-        return peer
+        return asker
 
     async def _receive_file(self, key: str, fetch: _Fetch) -> str:
         """Writes chunks to the staging file as they come: its hash, or '' when the gateway went away. Raises

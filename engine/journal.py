@@ -46,8 +46,8 @@ class Journal:
         self._segment_bytes = segment_bytes
         self._segments = Segments(folder, keep)
         self._lock = threading.Lock()  # guards the file's identity and offsets, never held over a write
-        self._acked = read_mark(self._ack_path)
         data = self._path.read_bytes() if self._path.exists() else b""
+        self._acked = max(read_mark(self._ack_path), self._segments.acked_before(data))
         entries = _verify(data, self._acked)
         self._size = entries[-1].end if entries else 0
         self._last = entries[-1].mark if entries else self._acked

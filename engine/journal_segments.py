@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.wire_journal import BASE, HEADER_BYTES, LOG, SEALED, Mark, before_of, pack_mark, sealed_files
+from engine.wire_journal import BASE, GENESIS, HEADER_BYTES, LOG, SEALED, Mark, before_of, pack_mark, sealed_files
 
 _DAY_S = 86_400
 
@@ -29,10 +29,20 @@ class Segments:
                 path.unlink()
 
     def seal(self, first: int) -> None:
-        """Gives the growing log its second, lasting name; it keeps both until it is replaced."""
-        with contextlib.suppress(FileExistsError):  # an attempt before this one got so far
-            os.link(self._folder / LOG, self._folder / SEALED.format(first))
+        """Gives the growing log its second, lasting name, whatever had it; it keeps both until it is replaced."""
+        sealed = self._folder / SEALED.format(first)
+        staged = sealed.with_suffix(".new")
+        staged.unlink(missing_ok=True)
+        os.link(self._folder / LOG, staged)
+        staged.replace(sealed)
+        staged.unlink(missing_ok=True)  # is left where both are names of one file already
         sync_folder(self._folder)
+
+    def acked_before(self, log: bytes) -> Mark:
+        """What a log behind segments begins after: that was acknowledged when they were sealed."""
+        if len(log) < HEADER_BYTES or not (sealed_files(self._folder) or (self._folder / BASE).exists()):
+            return GENESIS
+        return before_of(log)
 
     def prune(self, log_start: Mark) -> None:
         """Deletes the oldest segments while they are too old or together too large, and notes from where on the chain

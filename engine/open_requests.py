@@ -24,6 +24,7 @@ class OpenRequest:
     request_id: str
     context: bytes
     adapter_key: str
+    flow: str
     num_bytes: int
     connection: Connection | None
     close: wire.Close | None = None
@@ -54,17 +55,17 @@ class OpenRequests:
         request = self._open.get(request_id)
         return request.connection if request else None
 
-    def waiting_for(self, adapter_key: str) -> Connection | None:
-        """A gateway with an unfinished request for that adapter."""
+    def waiting_for(self, adapter_key: str) -> tuple[Connection, str] | None:
+        """A gateway with an unfinished request for that adapter, and the request's flow."""
         for request in self._open.values():
             if request.adapter_key == adapter_key and request.finished is None and request.connection is not None:
-                return request.connection
+                return request.connection, request.flow
         return None
 
     def add(self, submit: wire.Submit, connection: Connection) -> None:
         num_bytes = submit_bytes(submit)
         self._open[submit.request_id] = OpenRequest(
-            submit.request_id, submit.context, submit.adapter_key, num_bytes, connection
+            submit.request_id, submit.context, submit.adapter_key, submit.flow.key, num_bytes, connection
         )
         self.num_bytes += num_bytes
 

@@ -46,6 +46,11 @@ class RecordDelivery:
         self._ending = False
 
     @property
+    def num_records(self) -> int:
+        """Written, or about to be, since the journal's beginning."""
+        return self._journal.last + len(self._pending)
+
+    @property
     def num_unacked(self) -> int:
         """Records that the ledger isn't known to have."""
         return self._journal.last - self._journal.acked + len(self._pending)

@@ -299,6 +299,7 @@ def _families(requests: OpenRequests, num_gateways: int, records: RecordDelivery
     gauges = (
         ("tenora_engine_open_requests", "Requests not yet journaled.", len(requests)),
         ("tenora_engine_gateways", "Connected gateways.", num_gateways),
+        ("tenora_usage_records", "Records since the journal's beginning.", records.num_records),
         ("tenora_usage_records_unacked", "Records that no ledger has.", records.num_unacked),
         ("tenora_usage_stalled_seconds", "How long records wait, and none is acknowledged.", records.stalled_s),
         ("tenora_usage_journal_failing", "1 while the journal can't be written.", int(records.failing)),

@@ -77,7 +77,7 @@ def payload_bytes(header: bytes) -> int:
 
 def before_of(header: bytes) -> Mark:
     """What lies before the entry that has this header."""
-    _, number, _, before, _ = _HEADER.unpack(header)
+    _, number, _, before, _ = _HEADER.unpack_from(header)
     return Mark(number - 1, before)
 
 
@@ -146,6 +146,12 @@ class JournalReader:
             yield from self._new_entries(data, is_last=number == len(files))
         if self.head.number < self.acked.number:
             raise JournalCorrupt(self.head.number + 1, f"is missing though {self.acked.number} was acknowledged")
+
+    def unacknowledged(self) -> list[Entry]:
+        """What the ledger may lack; segments are sealed only as far as it has them. Raises JournalCorrupt, OSError."""
+        log = self._folder / LOG
+        found = parse_all(log.read_bytes()) if log.exists() else ()
+        return [entry for entry in found if entry.number > self.acked.number]
 
     def _new_entries(self, data: bytes, is_last: bool) -> Iterator[Entry]:
         end = 0

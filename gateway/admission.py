@@ -2,41 +2,37 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import anyio
 
 from gateway.call import Call
+from gateway.credit import Credit
 from gateway.errors import ApiError
 from gateway.limiter import Limiter
+from gateway.tickets import Ticket, Tickets, spend_of
 from gateway.work import Work
+from tenants.budgets import Spend
 from tenants.errors import StoreUnavailable
-from tenants.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation, SettleKind
+from tenants.pricing import RateCard
+from tenants.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation
 
 EXTEND_TOKENS = 256  # a block of further output tokens of each choice
 
 
 @dataclass(slots=True)
-class Ticket:
-    """An admitted request's reservation. Whoever runs the request says in ``used_tokens`` and ``kind`` what it
-    took; until then it counts as never dispatched. ``granted_tokens`` is per choice."""
-
-    reservation: Reservation
-    granted_tokens: int
-    used_tokens: int = 0
-    kind: SettleKind = "void"
-    refused_extension: bool = False
-
-
-@dataclass(slots=True)
 class Admission:
-    """The limits' side of the request path. ``closed`` refuses new requests: this process is draining."""
+    """The limits' side of the request path. ``rate_card`` gives the prices of a time: here they are pinned. ``closed``
+    refuses new requests: this process is draining."""
 
     limiter: Limiter
+    credit: Credit
+    rate_card: Callable[[int], RateCard]
+    tickets: Tickets = field(default_factory=Tickets)
     closed: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _tickets: dict[str, Ticket] = field(default_factory=dict)
     _renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -50,54 +46,73 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def admit(self, call: Call, work: Work) -> AsyncIterator[Ticket]:
-        """Reserves, and settles at the end, also when the end is a cancellation. Raises ApiError 429 and 503."""
+        """Reserves, and settles at the end, also when the end is a cancellation. Raises ApiError 402, 429 and 503."""
         if self.closed:
             raise ApiError("This server is shutting down.", code="draining")
         ticket = await self._reserve(call, work)
-        self._tickets[call.request_id] = ticket
+        self.tickets.begin(ticket)
         self.idle.clear()
         try:
             if self.closed:  # since it asked
                 raise ApiError("This server is shutting down.", code="draining")
-            yield ticket
+            async with self.credit.held(ticket):
+                yield ticket
         finally:
             try:
                 with anyio.CancelScope(shield=True):
-                    await self.limiter.settle(ticket.reservation, ticket.used_tokens, ticket.kind)
+                    await self.limiter.settle(ticket)
             finally:
-                del self._tickets[call.request_id]
-                if not self._tickets:
+                self.tickets.end(ticket)
+                if not self.tickets:
                     self.idle.set()
 
     async def extend(self, ticket: Ticket, num_choices: int) -> bool:
         """Another block for each of ``num_choices``; False: not now and not later, the choices end there."""
         if ticket.refused_extension:
             return False
-        granted = await self.limiter.extend(ticket.reservation, EXTEND_TOKENS * num_choices)
+        more = EXTEND_TOKENS * num_choices
+        granted = await self.limiter.extend(ticket.reservation, more, ticket.price_of(more))
+        granted = granted and await self.credit.extend(ticket, ticket.price_of(more))
         ticket.refused_extension = not granted
-        ticket.granted_tokens += EXTEND_TOKENS if granted else 0
+        if granted:
+            ticket.grow(more)
         return granted
 
+    async def begin_attempt(self, ticket: Ticket, attempt: int) -> None:
+        """The request is dispatched once more. Raises ApiError 402 and 503."""
+        await self.credit.begin_attempt(ticket, attempt)
+
     async def _reserve(self, call: Call, work: Work) -> Ticket:
-        reservation = _reservation(call, work)
+        admitted_ns = call.unix_ns(call.read_ns)
+        card = self._card(admitted_ns)
+        spend = spend_of(work.principal.budget, work, card, admitted_ns, work.granted_tokens)
+        if spend is not None and self.limiter.spending.is_fenced:
+            raise ApiError("The ledger does not answer; try again.", code="billing_unavailable")
+        reservation = _reservation(call, work, spend)
         try:
-            verdict = await self.limiter.reserve(reservation, is_spending=work.principal.has_spend_limit)
+            verdict = await self.limiter.reserve(reservation)
         except StoreUnavailable:
             raise ApiError("The rate limiter does not answer; try again.", code="store_unavailable") from None
         call.headers |= rate_limit_headers(verdict.headroom)
-        if self.limiter.is_away and reservation.limited_scopes():
+        if self.limiter.is_away and reservation.is_limited:
             call.headers["x-ratelimit-degraded"] = "true"
         if isinstance(verdict, Refused):
-            raise _rate_limited(verdict, reservation.tokens)
-        return Ticket(reservation, work.granted_tokens)
+            raise _spent(verdict) if verdict.limit == "spend" else _rate_limited(verdict, reservation.tokens)
+        return Ticket(reservation, work, card, admitted_ns, work.granted_tokens)
+
+    def _card(self, unix_ns: int) -> RateCard:
+        try:
+            return self.rate_card(unix_ns)
+        except LookupError:
+            raise ApiError("No prices are in force.", code="billing_unavailable") from None
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_EVERY_MS / 1000)
-            await self.limiter.renew([ticket.reservation for ticket in self._tickets.values()])
+            await self.limiter.renew([ticket.reservation for ticket in self.tickets])
 
 
-def _reservation(call: Call, work: Work) -> Reservation:
+def _reservation(call: Call, work: Work, spend: Spend | None) -> Reservation:
     principal = work.principal
     return Reservation(
         request_id=call.request_id,
@@ -106,6 +121,7 @@ def _reservation(call: Call, work: Work) -> Reservation:
         key_id=principal.key_id,
         tokens=work.reserved_tokens,
         scopes=(("tenant", principal.limits), (f"key:{principal.key_id}", principal.key_limits), *_own_scopes(work)),
+        spend=spend,
     )
 
 
@@ -121,15 +137,28 @@ def _own_scopes(work: Work) -> list[tuple[str, Limits]]:
 
 
 def _rate_limited(refused: Refused, asked_tokens: int) -> ApiError:
-    whose = "this key's" if refused.scope.startswith("key") else "this account's"
-    _, _, scope = refused.scope.removeprefix("key:").partition(":")
-    limit = refused.limit.replace("_", " ") + (" for the {} {}".format(*scope.split(":", 1)) if scope else "")
+    whose, scope = _named(refused.scope)
+    limit = refused.limit.replace("_", " ") + scope
     message = f"Rate limit reached: {whose} limit of {limit}."
     if refused.retry_after_ms is None:
         message = f"The request of {asked_tokens} tokens is larger than {whose} limit of {limit}; make it smaller."
     else:
         message += f" Try again in {refused.retry_after_ms / 1000:.3g} s."
     return ApiError(message, code="rate_limit_exceeded", retry_ms=refused.retry_after_ms)
+
+
+def _spent(refused: Refused) -> ApiError:
+    whose, scope = _named(refused.scope.rpartition("@")[0])
+    ends = datetime.fromtimestamp(refused.end_unix_ms // 1000, UTC).isoformat().replace("+00:00", "Z")
+    message = f"Spend limit reached: {whose} limit of this month{scope} can't hold this request. The month ends {ends}."
+    return ApiError(message, code="spend_limit_exceeded")
+
+
+def _named(scope: str) -> tuple[str, str]:
+    """Whose it is, and what of it, in words."""
+    whose = "this key's" if scope.startswith("key") else "this account's"
+    _, _, rest = scope.removeprefix("key:").partition(":")
+    return whose, " for the {} {}".format(*rest.split(":", 1)) if rest else ""
 
 
 def rate_limit_headers(headroom: Headroom) -> dict[str, str]:

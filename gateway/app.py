@@ -15,7 +15,19 @@ from gateway.call import call_of, named
 from gateway.errors import ApiError, as_api_error
 from gateway.methods import allowed_methods, without_options
 from gateway.parts import Parts, authenticated
-from gateway.routes import adapters, completions, health, invoices, models, openapi, requests, slo, usage, webhooks
+from gateway.routes import (
+    adapters,
+    completions,
+    credit,
+    health,
+    invoices,
+    models,
+    openapi,
+    requests,
+    slo,
+    usage,
+    webhooks,
+)
 
 _log = logging.getLogger("gateway.app")
 
@@ -37,6 +49,7 @@ def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
             *slo.handlers,
             *webhooks.handlers,
             *invoices.handlers,
+            *credit.handlers,
             *health.handlers,
             *openapi.handlers,
             *more,

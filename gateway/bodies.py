@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tenants.limits import KEY_LIMITS, RATE_LIMITS, SCOPE_KINDS, TENANT_LIMITS
+from tenants.limits import KEY_LIMITS, SCOPE_KINDS, SCOPED_LIMITS, TENANT_LIMITS
 from tenants.pricing import RateCard
 from tenants.slo.objectives import PPM, Objective
 from tenants.tables import ApiKey, AuditEvent, OperatorKey, Tenant
@@ -25,33 +25,25 @@ def tenant_body(tenant: Tenant) -> Body:
 
 
 def key_body(key: ApiKey) -> Body:
-    """``pepper`` is the number of the secret that it was made with: an old one after `secrets rotate`."""
-    return {
-        "id": key.key_id,
-        "object": "api_key",
-        "tenant_id": key.tenant_id,
-        "name": key.name,
-        "last4": key.last4,
-        "class": key.flow_class,
-        "scopes": key.scopes,
-        "pepper": key.pepper,
-        "created_at": key.created_unix_ns // _NS,
-        "expires_at": seconds(key.expires_unix_ns),
-        "revoked_at": seconds(key.revoked_unix_ns),
-        "limits": key_limits_body(key),
-    }
+    more = {"tenant_id": key.tenant_id, "class": key.flow_class, "limits": key_limits_body(key)}
+    return _credential_body("api_key", key) | more
 
 
 def key_limits_body(key: ApiKey) -> Body:
     """``scoped``: those for one base model or one adapter."""
-    scoped = [{name: scope.get(name) for name in (*SCOPE_KINDS, *RATE_LIMITS)} for scope in key.scoped_limits]
+    scoped = [{name: scope.get(name) for name in (*SCOPE_KINDS, *SCOPED_LIMITS)} for scope in key.scoped_limits]
     return {**limits_of(key, KEY_LIMITS), "scoped": scoped}
 
 
 def operator_body(key: OperatorKey) -> Body:
+    return _credential_body("operator", key)
+
+
+def _credential_body(kind: str, key: ApiKey | OperatorKey) -> Body:
+    """``pepper`` is the number of the secret that it was made with: an old one after `secrets rotate`."""
     return {
         "id": key.key_id,
-        "object": "operator",
+        "object": kind,
         "name": key.name,
         "last4": key.last4,
         "scopes": key.scopes,

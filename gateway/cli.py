@@ -1,7 +1,7 @@
 """The `tenora` command: a client of the ops API and, with a tenant's key, of the public API.
 
-Only `serve`, `engine`, `migrate`, `secrets` and `audit` open anything themselves. Every error is one line that says
-what to do.
+Only `serve`, `engine`, `migrate`, `secrets`, `audit` and `backup` open anything themselves. Every error is one line
+that says what to do.
 """
 
 import os
@@ -13,6 +13,7 @@ import click
 
 from gateway.commands.adapters import adapter
 from gateway.commands.audit import audit
+from gateway.commands.backup import backup
 from gateway.commands.common import Failed, OneLine, database_options, show
 from gateway.commands.invoices import invoice
 from gateway.commands.keys import key
@@ -82,7 +83,7 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, adapter, price, invoice, report, slo):
+for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo):
     main.add_command(command)
 
 

@@ -11,13 +11,14 @@ import msgspec
 
 from engine import wire
 from engine.client import EngineClient, EngineLost, EngineStream, Event
-from gateway.admission import Admission, Ticket
+from gateway.admission import Admission
 from gateway.call import Call
 from gateway.errors import ApiError, from_engine
 from gateway.phases import Phases
+from gateway.tickets import Ticket
 from gateway.work import Work
 from tenants.meter import RequestContext, seal
-from tenants.pricing import RateCard
+from tenants.pricing import Quantities, price
 from tenants.secrets import Secrets
 from tenants.tables import AdapterVersion
 
@@ -36,14 +37,13 @@ class CallerLeft(Exception):
 
 @dataclass(slots=True)
 class Dispatch:
-    """Picks engines. ``post_lost`` records what a dead engine can't; ``rate_card`` gives the prices of a time,
-    ``holds`` says whether a key is still valid, ``count_fallback`` hears of a request that goes to a second engine,
-    ``on_corrupt`` of an adapter whose bytes an engine found damaged."""
+    """Picks engines. ``post_lost`` records what a dead engine can't; ``holds`` says whether a key is still valid,
+    ``count_fallback`` hears of a request that goes to a second engine, ``on_corrupt`` of an adapter whose bytes an
+    engine found damaged."""
 
     admission: Admission
     secrets: Secrets
     post_lost: PostLost
-    rate_card: Callable[[int], RateCard]
     holds: Callable[[str], bool]
     count_fallback: Callable[[str, str], None] = lambda kind, reason: None
     on_corrupt: Callable[[AdapterVersion], None] = lambda version: None
@@ -78,9 +78,9 @@ class Dispatch:
             if flight.work.principal.key_id in key_ids:
                 flight.revoke()
 
-    def context(self, call: Call, work: Work, attempt: int) -> bytes:
+    def context(self, call: Call, work: Work, ticket: Ticket, attempt: int) -> bytes:
         """What the engine carries for the ledger, sealed."""
-        principal, admitted_ns = work.principal, call.unix_ns(call.read_ns)
+        principal = work.principal
         context = RequestContext(
             tenant_id=principal.tenant_id,
             key_id=principal.key_id,
@@ -90,8 +90,8 @@ class Dispatch:
             model=work.target.name,
             adapter_version_id=work.target.adapter_version_id,
             flow_class=work.flow_class,
-            rate_card_id=self._rate_card_id(admitted_ns),
-            admitted_unix_ns=admitted_ns,
+            rate_card_id=ticket.card.rate_card_id,
+            admitted_unix_ns=ticket.admitted_unix_ns,
             trace_id=call.trace_id,
             operation=work.operation,
             label=call.label,
@@ -99,12 +99,6 @@ class Dispatch:
             num_choices=work.total_choices,
         )
         return seal(context, self.secrets.context_key)
-
-    def _rate_card_id(self, unix_ns: int) -> str:
-        try:
-            return self.rate_card(unix_ns).rate_card_id
-        except LookupError:
-            raise ApiError("No prices are in force.", code="billing_unavailable") from None
 
     def submission(self, call: Call, work: Work, ticket: Ticket, attempt: int) -> wire.Submit:
         principal, target = work.principal, work.target
@@ -120,7 +114,7 @@ class Dispatch:
             granted_tokens=ticket.granted_tokens,
             num_choices=work.num_choices,
             adapter_key=target.adapter_key,
-            context=self.context(call, work, attempt),
+            context=self.context(call, work, ticket, attempt),
         )
 
     async def engine(self, call: Call, work: Work, avoid: EngineClient | None) -> EngineClient:
@@ -179,6 +173,8 @@ class Flight:
         await self._extend_grant()
         if self._interruption:
             raise self._interruption
+        if attempt:
+            await self.dispatch.admission.begin_attempt(self.ticket, attempt)
         submit = self.dispatch.submission(self.call, self.work, self.ticket, attempt)
         try:
             self._stream = engine.submit(submit)
@@ -256,6 +252,12 @@ class Flight:
             post=self.ended_ns - finished_ns,
         )
 
+    @property
+    def price_picousd(self) -> int:
+        """As the ledger will have it, once the request has finished."""
+        used = Quantities(self.usage.prompt_tokens, self.usage.cached_tokens, self.usage.output_tokens)
+        return price(self.outcome, used, self.ticket.card, self.work.target.model.name, self.work.flow_class)
+
     def land(self) -> None:
         """The request's last word to its engine, its ledger and its reservation."""
         self.call.on_gone = None
@@ -270,6 +272,7 @@ class Flight:
         if self.outcome == wire.OUTCOME_LOST or not self._stream.close(self._close()):
             self._be_lost()
             self.dispatch.post_lost(self._lost_record())
+        self.ticket.attempt, self.ticket.price_picousd = self._attempt, self.price_picousd
 
     def _be_lost(self) -> None:
         """What the gateway saw of a request whose engine is gone is all that is known of it."""
@@ -343,7 +346,7 @@ class Flight:
         usage, phases = self.usage, self.phases()
         return wire.UsageRecord(
             request_id=f"{self.call.request_id}:{self._attempt}",
-            context=self.dispatch.context(self.call, self.work, self._attempt),
+            context=self.dispatch.context(self.call, self.work, self.ticket, self._attempt),
             outcome=wire.OUTCOME_LOST,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,

@@ -29,6 +29,8 @@ TABLE: dict[str | None, Row] = {
     "context_length_exceeded": Row(400, INVALID),
     "unsupported_parameter": Row(400, INVALID),
     "invalid_api_key": Row(401, "authentication_error"),
+    "spend_limit_exceeded": Row(402, "insufficient_quota"),
+    "credit_balance_exhausted": Row(402, "insufficient_quota"),
     "insufficient_scope": Row(403, "permission_error"),
     "model_not_found": Row(404, INVALID),
     "not_found": Row(404, INVALID),

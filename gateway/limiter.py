@@ -1,23 +1,34 @@
 """The tenants' limits as admission asks for them: of the shared store, or, while that is away, of our own share."""
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
-from tenants.errors import StoreUnavailable
+from gateway.tickets import Ticket
+from tenants.errors import SpendUnknown, StoreUnavailable
 from tenants.local_share import LocalShare
-from tenants.quota import Admitted, Quota, Refused, Reservation, SettleKind
+from tenants.quota import Admitted, Quota, Refused, Reservation
 
 LOCAL_FOR_S = 300.0  # an outage that lasts longer is refused for
 RETRY_S = 0.25
 MAX_UNHEARD = 4096
 _log = logging.getLogger("gateway.limiter")
 _T = TypeVar("_T")
-_Settlement: TypeAlias = tuple[Reservation, int, SettleKind]
+_Settlement: TypeAlias = Callable[[], Awaitable[object]]
+
+
+class Recounts(Protocol):
+    """Makes known what the store does not know of a reservation's windows. Raises StoreUnavailable."""
+
+    @property
+    def is_fenced(self) -> bool: ...
+
+    async def recount(self, reservation: Reservation) -> None: ...
 
 
 @dataclass(slots=True)
@@ -28,6 +39,7 @@ class Limiter:
 
     quota: Quota
     share: LocalShare
+    spending: Recounts
     count_fallback: Callable[[str, str], None]  # kind, reason
     _away_since_s: float | None = None
     _unheard: deque[_Settlement] = field(default_factory=lambda: deque(maxlen=MAX_UNHEARD))
@@ -45,35 +57,40 @@ class Limiter:
     def is_away(self) -> bool:
         return self._away_since_s is not None
 
-    async def reserve(self, reservation: Reservation, *, is_spending: bool) -> Admitted | Refused:
-        """``is_spending``: it counts against a limit of money too. Raises StoreUnavailable."""
+    async def reserve(self, reservation: Reservation) -> Admitted | Refused:
+        """Raises StoreUnavailable."""
         try:
-            if is_spending and self.is_away:
-                raise StoreUnavailable("nobody knows what was spent")
             return await self._ask(reservation, lambda: self._reserve(reservation))
         except StoreUnavailable:
             self.count_fallback("limiter", "store_unavailable")
-            if is_spending or not self._may_decide():
+            if not self._may_decide(reservation):
                 raise
             return self.share.reserve(reservation)
 
-    async def extend(self, reservation: Reservation, more_tokens: int) -> bool:
+    async def extend(self, reservation: Reservation, more_tokens: int, more_picousd: int) -> bool:
         """False: not now and not later."""
         if self.share.holds(reservation):
             return self.share.extend(reservation, more_tokens)
         try:
-            return await self._ask(reservation, lambda: self.quota.extend(reservation, more_tokens))
+            return await self._ask(reservation, lambda: self.quota.extend(reservation, more_tokens, more_picousd))
         except StoreUnavailable:
             self.count_fallback("limiter", "store_unavailable")
-            return self._may_decide() and self.share.extend(reservation, more_tokens)
+            return self._may_decide(reservation) and self.share.extend(reservation, more_tokens)
 
-    async def settle(self, reservation: Reservation, used_tokens: int, kind: SettleKind) -> None:
+    async def settle(self, ticket: Ticket) -> None:
         """Never fails: what the store does not hear now it hears when it is back."""
-        self.share.settle(reservation, used_tokens, kind)
-        try:
-            await self._ask(reservation, lambda: self.quota.settle(reservation, used_tokens, kind))
-        except StoreUnavailable:
-            self._owe((reservation, used_tokens, kind))
+        reservation = ticket.reservation
+        self.share.settle(reservation, ticket.used_tokens, ticket.kind)
+        await self._tell(
+            reservation,
+            functools.partial(
+                self.quota.settle, reservation, ticket.used_tokens, ticket.kind, ticket.price_picousd, ticket.attempt
+            ),
+        )
+
+    async def book(self, reservation: Reservation, attempt: int) -> None:
+        """As ``settle``: the ledger has what that attempt of ``reservation`` spent."""
+        await self._tell(reservation, functools.partial(self.quota.book, reservation, attempt))
 
     async def renew(self, reservations: Iterable[Reservation]) -> None:
         """The leases of all that runs: what we admitted ourselves counts in the store as soon as that is back."""
@@ -86,22 +103,36 @@ class Limiter:
     async def _reserve(self, reservation: Reservation) -> Admitted | Refused:
         try:
             return await self.quota.reserve(reservation)
-        except BaseException:  # also a cancellation: the store may have taken it, or still do so
-            self._owe((reservation, 0, "void"))
+        except SpendUnknown:
             raise
+        except BaseException:  # also a cancellation: the store may have taken it, or still do so
+            self._owe(functools.partial(self.quota.settle, reservation, 0, "void"))
+            raise
+
+    async def _tell(self, reservation: Reservation, settlement: _Settlement) -> None:
+        try:
+            await self._ask(reservation, settlement)
+        except StoreUnavailable:
+            self._owe(settlement)
 
     async def _ask(self, reservation: Reservation, question: Callable[[], Awaitable[_T]]) -> _T:
         """Of a store that is away only what needs no store."""
-        if self.is_away and reservation.limited_scopes():
+        if self.is_away and reservation.is_limited:
             raise StoreUnavailable("the store is away")
-        try:
-            return await question()
-        except StoreUnavailable as error:
-            self._lost(error)
-            raise
+        while True:
+            try:
+                return await question()
+            except SpendUnknown:
+                await self.spending.recount(reservation)
+            except StoreUnavailable as error:
+                self._lost(error)
+                raise
 
-    def _may_decide(self) -> bool:
-        return self._away_since_s is not None and time.monotonic() - self._away_since_s <= LOCAL_FOR_S
+    def _may_decide(self, reservation: Reservation) -> bool:
+        """Of money never."""
+        if reservation.spend is not None or self._away_since_s is None:
+            return False
+        return time.monotonic() - self._away_since_s <= LOCAL_FOR_S
 
     def _owe(self, settlement: _Settlement) -> None:
         self._unheard.append(settlement)
@@ -120,7 +151,7 @@ class Limiter:
             try:
                 await self.quota.ping()
                 while self._unheard:
-                    await self.quota.settle(*self._unheard[0])
+                    await self._unheard[0]()
                     self._unheard.popleft()
             except StoreUnavailable as error:
                 self._lost(error)

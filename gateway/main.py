@@ -30,12 +30,13 @@ from gateway.adapter_sweep import AdapterSweep
 from gateway.adapters import Adapters
 from gateway.admission import Admission
 from gateway.app import build_app
+from gateway.bookings import Bookings
 from gateway.corrupt_adapters import CorruptAdapters
-from gateway.dispatch import Dispatch, Flight
+from gateway.dispatch import Dispatch
 from gateway.failures import FailedAttempts
 from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
-from gateway.limiter import Limiter
+from gateway.left_behind import LeftBehind
 from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
@@ -47,23 +48,23 @@ from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.slo_watch import SloWatcher
 from gateway.span_sink import otlp_sink
+from gateway.spending import build_spending
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
 from gateway.webhooks.addresses import Resolver
 from gateway.webhooks.courier import Courier
 from gateway.webhooks.endpoints import Webhooks
 from gateway.webhooks.poster import Poster
-from gateway.work import Reader, Work
+from gateway.work import Reader
+from tenants.alerts import AlertFold
 from tenants.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Directory
 from tenants.ledger import Ledger
-from tenants.local_share import LocalShare
-from tenants.pricing import Quantities, RateCard, charges, is_billed
-from tenants.quota import Quota
 from tenants.secrets import Secrets
 from tenants.slo.sums import SloFold
 from tenants.staged_uploads import StagedUploads
+from tenants.wallet import WalletFold
 
 ENGINES_READY_S = 30.0
 OTHER_FILES = 512  # beside connections: stores, engines, blobs, uploads
@@ -89,26 +90,27 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         redis = Redis.from_url(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         directory = await _started(stack, Directory(database, redis, secrets))
-        telemetry = _telemetry(settings, directory, stack)
+        telemetry = _telemetry(settings, stack)
         blobs = BlobStore(settings.blobs)
         metrics = telemetry.metrics
-        settlement = await _started(stack, _settlement(database, directory, secrets, metrics))
         telemetry.on_refused = (await _started(stack, Refusals(database, metrics.count_slo))).count
         await _started(stack, SloWatcher(database))
         catalog = Catalog()
+        spending = build_spending(settings, index, redis, database, directory, catalog.engines, metrics.fallback)
+        await _started(stack, spending)
+        settlement = await _started(stack, _settlement(database, directory, secrets, metrics, spending.bookings))
         targets = Targets(catalog, database, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
-        quota = Quota(redis, settings.store_deadline_s)
-        share = LocalShare(settings.serve.gateways, lambda: time.monotonic_ns() // 1_000_000)
-        limiter = Limiter(quota, share, metrics.fallback)
-        metrics.store_away.set_function(lambda: float(limiter.is_away))
-        admission = await _started(stack, Admission(await _started(stack, limiter)))
+        if index == 0:
+            await _started(stack, LeftBehind(settings.home / "engines", settlement.take_left))
+        metrics.store_away.set_function(lambda: float(spending.limiter.is_away))
+        admission = await _started(
+            stack, Admission(spending.limiter, spending.credit, directory.rate_card, spending.tickets)
+        )
         idempotency = await _started(stack, Idempotency(database, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
-        dispatch = Dispatch(
-            admission, secrets, settlement.post_lost, directory.rate_card, directory.holds, metrics.fallback
-        )
+        dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.holds, metrics.fallback)
         directory.on_revoked = dispatch.revoke
         dispatch.on_corrupt = _corrupt_adapters(stack, database).report
         reader = Reader(targets, grammars)
@@ -154,13 +156,15 @@ async def _started(stack: contextlib.AsyncExitStack, part):
     return part
 
 
-def _settlement(database: Database, directory: Directory, secrets: Secrets, metrics: Metrics) -> Settlement:
+def _settlement(
+    database: Database, directory: Directory, secrets: Secrets, metrics: Metrics, bookings: Bookings
+) -> Settlement:
     """With all that follows from records, in this order."""
 
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds=(SloFold(metrics.count_slo),), count_unbooked=count)
+    ledger = Ledger(folds=(SloFold(metrics.count_slo), WalletFold(), AlertFold(), bookings), count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
@@ -196,8 +200,8 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
             model.text()  # builds the tokenizer now, not at the first request
 
 
-def _telemetry(settings: Settings, directory: Directory, stack: contextlib.AsyncExitStack) -> Telemetry:
-    telemetry = Telemetry(price_of=functools.partial(_price, directory.rate_card))
+def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetry:
+    telemetry = Telemetry(price_of=lambda work, flight: flight.price_picousd)
     try:
         telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
     except ValueError as error:
@@ -205,16 +209,6 @@ def _telemetry(settings: Settings, directory: Directory, stack: contextlib.Async
     if telemetry.spans is not None:
         stack.callback(telemetry.spans.close)
     return telemetry
-
-
-def _price(rate_card, work: Work, flight: Flight) -> int:
-    """Picousd, as the ledger will have it."""
-    usage = flight.usage
-    if not is_billed(flight.outcome, usage.output_tokens):
-        return 0
-    card: RateCard = rate_card(flight.call.unix_ns(flight.call.read_ns))
-    quantities = Quantities(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
-    return sum(line.amount_picousd for line in charges(quantities, card, work.target.model.name, work.flow_class))
 
 
 async def serve(settings: Settings, listener: socket.socket, index: int) -> None:

@@ -67,6 +67,10 @@ class Catalog:
     def get(self, name: str) -> ServedModel | None:
         return self.models.get(name)
 
+    def engines(self) -> list[EngineClient]:
+        """Of all models."""
+        return [engine for model in self.models.values() for engine in model.engines]
+
     def each_engine(self, visit: Callable[[EngineClient], None]) -> None:
         for model in self.models.values():
             for engine in model.engines:

@@ -16,6 +16,7 @@ from gateway.resources import (
     AdapterDetail,
     AdapterFile,
     CostResult,
+    CreditBody,
     Deleted,
     ErrorBody,
     Health,
@@ -51,6 +52,7 @@ _RUNNING: Codes = (
     *("adapter_corrupt", "adapter_unavailable", "invalid_adapter"),
     *("idempotency_in_flight", "idempotency_mismatch"),
     *("engine_lost", "draining", "billing_unavailable"),
+    *("spend_limit_exceeded", "credit_balance_exhausted"),
 )
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────
@@ -271,6 +273,15 @@ _REPORTS = (
         answers=(ReportPage[CostResult],),
         parameters=(*_report(COSTS), *LABELS),
         refusals=KEYED,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/organization/credit",
+        name="getCredit",
+        summary="What is left of your prepaid credit",
+        answers=(CreditBody,),
+        parameters=LABELS,
+        refusals=(*KEYED, "not_found"),
     ),
     Operation(
         method="GET",

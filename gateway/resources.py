@@ -121,6 +121,17 @@ class Amount(Struct, frozen=True, kw_only=True):
     picousd: int
 
 
+class CreditBody(Struct, frozen=True, kw_only=True):
+    """``granted`` = ``free`` + ``reserved`` (by what runs) + ``spent``."""
+
+    object: Literal["organization.credit"] = "organization.credit"
+    currency: Literal["usd"] = "usd"
+    granted_picousd: int
+    spent_picousd: int
+    reserved_picousd: int
+    free_picousd: int
+
+
 class CostResult(Struct, frozen=True, kw_only=True):
     object: Literal["organization.costs.result"] = "organization.costs.result"
     amount: Amount

@@ -73,6 +73,10 @@ class Settlement:
 
         return take
 
+    async def take_left(self, payload: bytes) -> None:
+        """A record of a journal that no engine delivers any more."""
+        await self._queue.put(_Item(self._read(payload)))
+
     def post_lost(self, record: wire.UsageRecord) -> None:
         """Books what an engine that died can't report. The engine's own record of it, if it comes, is the same row."""
         settled = self._settled(record)

@@ -15,9 +15,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tenants import keys
+from tenants.budgets import Budget
 from tenants.database import Database
 from tenants.errors import StoreUnavailable
-from tenants.limits import RATE_LIMITS, SCOPE_KINDS, ScopeKind
+from tenants.limits import RATE_LIMITS, SCOPE_KINDS, SPEND_LIMIT, ScopeKind
 from tenants.meter import FlowClass
 from tenants.pricing import RateCard
 from tenants.quota import Limits
@@ -57,8 +58,7 @@ class ScopedLimits:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated key and its tenant. ``scopes`` ⊆ limits.KEY_SCOPES; ``has_spend_limit``: one of the two may
-    spend so much a month."""
+    """An authenticated key and its tenant. ``scopes`` ⊆ limits.KEY_SCOPES; ``budget`` is what the two may spend."""
 
     tenant_id: str
     tenant_name: str
@@ -70,7 +70,7 @@ class Principal:
     limits: Limits
     key_limits: Limits
     scoped_limits: tuple[ScopedLimits, ...]
-    has_spend_limit: bool
+    budget: Budget
     default_output_tokens: int
     adapter_limits: AdapterLimits
     cache_policy: str
@@ -156,6 +156,12 @@ class Directory:
         """
         holder = self._check(text, self._live)
         return holder if isinstance(holder, Principal) else None
+
+    def budget_of(self, tenant_id: str, key_id: str) -> Budget | None:
+        """What that key may spend, also one that is not valid any more; None for one that we never heard of, or have
+        forgotten with its deleted tenant."""
+        key, tenant = self._live_rows.get(key_id), self._tenants.get(tenant_id)
+        return _budget(key, tenant) if key is not None and tenant is not None else None
 
     def holds(self, key_id: str) -> bool:
         """Whether that key is neither revoked nor its tenant suspended, as far as we have heard."""
@@ -274,7 +280,7 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         limits=_limits(tenant),
         key_limits=_limits(key),
         scoped_limits=tuple(map(_scoped, key.scoped_limits)),
-        has_spend_limit=any(row.spend_limit_picousd_per_month is not None for row in (tenant, key)),
+        budget=_budget(key, tenant),
         default_output_tokens=tenant.default_output_tokens,
         adapter_limits=AdapterLimits(
             max_adapters=tenant.max_adapters,
@@ -284,6 +290,24 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         ),
         cache_policy=tenant.cache_policy,
         time_zone=tenant.time_zone,
+    )
+
+
+def _budget(key: ApiKey, tenant: Tenant) -> Budget:
+    scoped: list[tuple[ScopeKind, str, int]] = [
+        (kind, row[kind], row[SPEND_LIMIT])
+        for row in key.scoped_limits
+        for kind in SCOPE_KINDS
+        if kind in row and row.get(SPEND_LIMIT) is not None
+    ]
+    return Budget(
+        tenant_limit=tenant.spend_limit_picousd_per_month,
+        key_limit=key.spend_limit_picousd_per_month,
+        scoped=tuple(scoped),
+        tenant_stamp=tenant.changed_unix_ns,
+        key_stamp=key.changed_unix_ns,
+        time_zone=tenant.time_zone,
+        is_prepaid=tenant.is_prepaid,
     )
 
 

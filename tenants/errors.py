@@ -59,6 +59,14 @@ class StoreUnavailable(TenantsError):
     """The shared store did not answer within its deadline. What was asked may or may not have happened."""
 
 
+class SpendUnknown(TenantsError):
+    """The store does not know what a tenant has spent: it lost it, or never counted it. Nothing was taken."""
+
+
+class GrantDiffers(TenantsError):
+    """The reference of a grant of credit has granted another amount before."""
+
+
 class ReservationClosed(TenantsError):
     """The reservation was settled before this reserve arrived (a late duplicate): nothing was taken."""
 

@@ -15,7 +15,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
 from tenants.errors import LimitExceeded, NotFound
-from tenants.stamps import new_id
+from tenants.stamps import is_id, new_id
 from tenants.tables import Event
 
 Kind: TypeAlias = Literal[
@@ -78,7 +78,7 @@ class EventRepository:
     async def number_of(self, tenant_id: str, event_id: str) -> int:
         """Of a told event. Raises NotFound."""
         query = select(Event.number).where(Event.tenant_id == tenant_id, Event.event_id == event_id)
-        number = (await self._session.exec(query)).first()
+        number = (await self._session.exec(query)).first() if is_id("evt", event_id) else None
         if number is None:
             raise NotFound(f"no event {event_id}")
         return number

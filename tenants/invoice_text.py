@@ -74,7 +74,7 @@ def invoice_page(issued: Issued) -> str:
 def _row(line: InvoiceLine, zone: ZoneInfo) -> tuple[object, ...]:
     amount = _grouped(line.amount_cents)
     if line.kind in ("credit", "rounding"):
-        return line.number, line.description.capitalize(), None, None, amount
+        return line.number, line.description[:1].upper() + line.description[1:], None, None, amount
     return line.number, _description(line, zone), _quantity(line), _unit_price(line), amount
 
 

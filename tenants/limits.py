@@ -1,9 +1,10 @@
 """What the fields of tenants and keys may hold: every number has bounds, every name a form."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from zoneinfo import ZoneInfo
 
+from tenants.budgets import ScopeKind
 from tenants.errors import InvalidValue
 from tenants.quota import Limits
 from tenants.tables import MAX_NAME_LENGTH, ApiKey, Tenant
@@ -13,7 +14,7 @@ CACHE_POLICIES = ("private", "shared", "off")
 KEY_SCOPES = ("inference", "adapters:read", "adapters:write", "usage", "webhooks")
 OPERATOR_SCOPES = ("read", "billing", "admin")
 RATE_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-_SPEND = "spend_limit_picousd_per_month"
+SPEND_LIMIT = "spend_limit_picousd_per_month"
 _BOUNDS = {  # limits that are never null
     "default_output_tokens": (1, 10**9),
     "max_adapters": (0, 10**6),
@@ -22,14 +23,16 @@ _BOUNDS = {  # limits that are never null
     "max_storage_bytes": (0, 1 << 50),
     "weight": (1, 1000),
 }
+_MAX_ALERTS = 10
 _MAX_SPEND = (1 << 63) - 1
 _CHOICES = {"max_class": CLASSES, "cache_policy": CACHE_POLICIES}
-TENANT_LIMITS = (*RATE_LIMITS, _SPEND, *_BOUNDS, *_CHOICES)
-KEY_LIMITS = (*RATE_LIMITS, _SPEND)
+SPEND_ALERTS = "spend_alerts"
+TENANT_LIMITS = (*RATE_LIMITS, SPEND_LIMIT, SPEND_ALERTS, *_BOUNDS, *_CHOICES)
+KEY_LIMITS = (*RATE_LIMITS, SPEND_LIMIT)
+SCOPED_LIMITS = KEY_LIMITS
 MAX_SCOPED_LIMITS = 32  # of one key
 _MAX_MODEL_LENGTH = 64
 
-ScopeKind: TypeAlias = Literal["model", "adapter"]
 SCOPE_KINDS: tuple[ScopeKind, ...] = ("model", "adapter")
 
 
@@ -39,12 +42,14 @@ def set_limits(row: Tenant | ApiKey, changes: Mapping[str, Any]) -> None:
     for field, value in changes.items():
         if field not in allowed:
             raise InvalidValue(field, f"is no limit here; limits are {', '.join(allowed)}")
-        if field in RATE_LIMITS:
-            Limits(**{field: value})
-        elif field in _CHOICES:
+        if field in _CHOICES:
             check_choice(field, value, _CHOICES[field])
-        elif not (field == _SPEND and value is None):
-            _check_integer(field, value, *_BOUNDS.get(field, (0, _MAX_SPEND)))
+        elif field in _BOUNDS:
+            _check_integer(field, value, *_BOUNDS[field])
+        elif field == SPEND_ALERTS:
+            _check_alerts(value)
+        else:
+            _check_nullable(field, value)
         setattr(row, field, value)
 
 
@@ -53,11 +58,11 @@ def set_scoped_limits(key: ApiKey, kind: ScopeKind, name: Any, changes: Mapping[
     if not isinstance(name, str) or not 0 < len(name.encode()) <= _MAX_MODEL_LENGTH or not name.isprintable():
         raise InvalidValue(kind, f"is a name of at most {_MAX_MODEL_LENGTH} bytes")
     for field in changes:
-        if field not in RATE_LIMITS:
-            raise InvalidValue(field, f"is no limit of one {kind}; limits are {', '.join(RATE_LIMITS)}")
+        if field not in SCOPED_LIMITS:
+            raise InvalidValue(field, f"is no limit of one {kind}; limits are {', '.join(SCOPED_LIMITS)}")
+        _check_nullable(field, changes[field])
     old = next((scope for scope in key.scoped_limits if scope.get(kind) == name), {})
-    values = {field: old.get(field) for field in RATE_LIMITS} | dict(changes)
-    Limits(**values)
+    values = {field: old.get(field) for field in SCOPED_LIMITS} | dict(changes)
     others = [scope for scope in key.scoped_limits if scope.get(kind) != name]
     if all(value is None for value in values.values()):
         key.scoped_limits = others
@@ -102,6 +107,20 @@ def check_time_zone(name: str) -> None:
 def check_expiry(expires_unix_ns: int | None, now_unix_ns: int) -> None:
     if expires_unix_ns is not None and expires_unix_ns <= now_unix_ns:
         raise InvalidValue("expires_at", "lies in the future")
+
+
+def _check_nullable(field: str, value: Any) -> None:
+    """A rate or a spend limit."""
+    if field in RATE_LIMITS:
+        Limits(**{field: value})
+    elif value is not None:
+        _check_integer(field, value, 0, _MAX_SPEND)
+
+
+def _check_alerts(value: Any) -> None:
+    is_list = isinstance(value, list) and len(value) <= _MAX_ALERTS and all(type(each) is int for each in value)
+    if not is_list or any(not 1 <= each <= 100 for each in value) or sorted(set(value)) != value:
+        raise InvalidValue(SPEND_ALERTS, f"is a rising list of at most {_MAX_ALERTS} percentages from 1 to 100")
 
 
 def _check_integer(field: str, value: Any, smallest: int, largest: int) -> None:

@@ -49,7 +49,9 @@ footer { margin-top: 2rem; color: var(--soft); font-size: .8rem; overflow-wrap: 
 }
 @media print {
   @page { size: A4; margin: 14mm; }
-  body { max-width: none; padding: 0; font-size: 9.5pt; }
+  html { font-size: 11px; }
+  body { max-width: none; padding: 0; font-size: 8.5pt; line-height: 1.4; }
+  th, td { padding: .25rem .4rem; }
   h2, tr, svg { break-inside: avoid; }
   h2 { break-after: avoid; }
   thead { display: table-header-group; }

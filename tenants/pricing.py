@@ -111,3 +111,10 @@ def charges(quantities: Quantities, card: RateCard, model: str, flow_class: str)
             price = card.price(meter, model, flow_class)
             lines.append(Charge(meter, quantity, price, quantity * price))
     return lines
+
+
+def price(outcome: int, quantities: Quantities, card: RateCard, model: str, flow_class: str) -> int:
+    """Picousd of a request that ended so: the sum of its charges, 0 when it is not billed."""
+    if not is_billed(outcome, quantities.output_tokens):
+        return 0
+    return sum(charge.amount_picousd for charge in charges(quantities, card, model, flow_class))

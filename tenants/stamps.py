@@ -1,5 +1,6 @@
 """Identifiers of chance, and stamps that say in which order rows changed."""
 
+import re
 import secrets
 import time
 
@@ -13,6 +14,11 @@ from tenants.tables import ApiKey, OperatorKey, Tenant
 def new_id(kind: str) -> str:
     """``ten_`` (or adv_, rc_) and 24 hex digits of chance."""
     return f"{kind}_{secrets.token_hex(12)}"
+
+
+def is_id(kind: str, text: str) -> bool:
+    """Whether it has the form of one: what a caller sent is not asked of a database that may choke on it."""
+    return re.fullmatch(rf"{kind}_[0-9a-f]{{24}}", text) is not None
 
 
 async def change_stamp(session: AsyncSession) -> int:

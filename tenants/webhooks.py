@@ -7,11 +7,11 @@ from sqlalchemy import delete, func, update
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.errors import LimitExceeded, NotFound
+from tenants.errors import InvalidValue, LimitExceeded, NotFound
 from tenants.events import KINDS
 from tenants.limits import check_choice, check_length
 from tenants.secrets import Secret, Secrets
-from tenants.stamps import new_id
+from tenants.stamps import is_id, new_id
 from tenants.tables import Event, Tenant, WebhookDelivery, WebhookEndpoint
 
 MAX_ENDPOINTS = 10  # of a tenant
@@ -36,7 +36,7 @@ class WebhookRepository:
         counted = select(func.count()).where(WebhookEndpoint.tenant_id == tenant_id)
         if (await self._session.exec(counted)).one() >= MAX_ENDPOINTS:
             raise LimitExceeded("webhook endpoints", MAX_ENDPOINTS)
-        check_length("description", description)
+        _check_description(description)
         endpoint = WebhookEndpoint(
             endpoint_id=new_id("whe"),
             tenant_id=tenant_id,
@@ -75,7 +75,7 @@ class WebhookRepository:
         if kinds is not None:
             endpoint.kinds = checked_kinds(kinds)
         if description is not None:
-            check_length("description", description)
+            _check_description(description)
             endpoint.description = description
         if enabled is not None and enabled != (endpoint.status == "enabled"):
             await set_status(self._session, endpoint, "enabled" if enabled else "disabled", time.time_ns())
@@ -109,10 +109,13 @@ class WebhookRepository:
         return list((await self._session.exec(query)).all())
 
     async def _found(self, tenant_id: str, endpoint_id: str, *, locked: bool) -> WebhookEndpoint:
+        if not is_id("whe", endpoint_id):
+            raise NotFound(f"no webhook endpoint {endpoint_id}")
         query = select(WebhookEndpoint).where(
             WebhookEndpoint.tenant_id == tenant_id, WebhookEndpoint.endpoint_id == endpoint_id
         )
-        endpoint = (await self._session.exec(query.with_for_update() if locked else query)).first()
+        found = await self._session.exec(query.with_for_update() if locked else query)
+        endpoint = found.first()
         if endpoint is None:
             raise NotFound(f"no webhook endpoint {endpoint_id}")
         return endpoint
@@ -126,6 +129,12 @@ async def set_status(session: AsyncSession, endpoint: WebhookEndpoint, status: s
     pending = (col(WebhookDelivery.endpoint_id) == endpoint.endpoint_id) & (col(WebhookDelivery.state) == "pending")
     ended = {"state": "failed", "due_unix_ns": now_ns, "last_error": "endpoint_disabled"}
     await session.exec(update(WebhookDelivery).where(pending).values(**ended))
+
+
+def _check_description(text: str) -> None:
+    check_length("description", text)
+    if text and not text.isprintable():
+        raise InvalidValue("description", "is printable text")
 
 
 def checked_kinds(kinds: Sequence[str]) -> list[str]:

@@ -20,6 +20,9 @@ import psutil
 from click.testing import CliRunner
 
 from gateway.cli import main
+from gateway.commands.journals import home_journals
+from tenants.audit import Journaled
+from tenants.secrets import Secrets
 from tests.served import Served, eventually, start
 from tests.stores import PostgresServer, postgres_server
 from tests.tiny import tiny_config, write_hf_dir
@@ -27,6 +30,8 @@ from tests.tiny import tiny_config, write_hf_dir
 VICTIMS = ("gateway", "engine", "store", "supervisor", "database")
 NUM_LONG, NUM_SHORT = 10, 4  # streams; the short ones end about when the kill comes
 NUM_STREAMS = NUM_LONG + NUM_SHORT
+LONG, SHORT, LATEST_KILL_S = (150, 500), (1, 60), 0.3
+QUICK_LONG, QUICK_LATEST_KILL_S = (120, 200), 0.1
 MIN_RUNNING = 8
 CONTEXT = 4096
 OPTIONS = ("--gateways", "2", "--block-size", "16", "--kv-blocks", "4096", "--context", str(CONTEXT), "--no-demo")
@@ -93,26 +98,28 @@ class Installation:
         self.database = postgres.create_database()
         self.options = ("--model", f"tiny={model}", "--database-url", postgres.url(self.database), *OPTIONS)
         self.served: Served = start(home, *self.options)
-        self.keys = [self.served.new_tenant("free"), self.served.new_tenant("limited", concurrent_requests=100)]
 
-    def round(self, number: int, victim: str, draw: random.Random) -> Round:
-        """Raises AssertionError where something that was promised does not hold."""
+    def round(self, number: int, victim: str, draw: random.Random, quick: bool = False) -> Round:
+        """Raises AssertionError where something that was promised does not hold. ``quick``: shorter streams."""
         began_s = time.monotonic()
-        lengths = [(150, 500)] * NUM_LONG + [(1, 60)] * NUM_SHORT
+        key = self.served.new_tenant(f"round {number}", concurrent_requests=100, tokens_per_minute=10_000_000)
+        lengths = [QUICK_LONG if quick else LONG] * NUM_LONG + [SHORT] * NUM_SHORT
         streams = [self._stream(f"crash-{number}-{n}", draw, *bounds) for n, bounds in enumerate(lengths)]
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
-            for index, stream in enumerate(streams):
-                pool.submit(stream.run, self.served.url, self.keys[index % len(self.keys)])
+            for stream in streams:
+                pool.submit(stream.run, self.served.url, key)
             assert all(stream.first.wait(60) for stream in streams)
-            time.sleep(draw.random() * 0.3)  # anywhere in a step, a batch of records, a cursor's write
+            # anywhere in a step, a batch of records, a cursor's write
+            time.sleep(draw.random() * (QUICK_LATEST_KILL_S if quick else LATEST_KILL_S))
             num_running = sum(not stream.ended for stream in streams)
             self._kill(victim, draw)
             self._recover(victim)
-        self._next_request_works()
+        self._next_request_works(key)
         self._until_settled()
         self._check_ends(streams, victim)
         audit = self.audit()
         assert audit["ok"], json.dumps([found for found in audit["invariants"] if found["breaches"]], indent=1)
+        self._check_sums(f"round {number}")
         return self._summary(number, victim, streams, num_running, time.monotonic() - began_s)
 
     def audit(self) -> dict:
@@ -161,17 +168,37 @@ class Installation:
             assert not alive, f"outlived their supervisor: {alive}"
             self.served = start(self.home, *self.options, port=self.served.port, ops_port=self.served.ops_port)
 
-    def _next_request_works(self) -> None:
+    def _next_request_works(self, key: str) -> None:
         body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": 2, "ignore_eos": True}
 
         def works() -> bool:
-            return all(self._complete(key, body) for key in self.keys)
+            with self.served.http(key) as http:
+                return http.post("/completions", json=body).status_code == 200
 
         eventually(works, timeout_s=RECOVERY_S, every_s=0.1)
 
-    def _complete(self, key: str, body: dict) -> bool:
-        with self.served.http(key) as http:
-            return http.post("/completions", json=body).status_code == 200
+    def _check_sums(self, tenant: str) -> None:
+        """Of the round's tenant: what was journaled, what the ledger has, and what its invoice says."""
+        with self.served.ops() as ops:
+            (tenant_id,) = (each["id"] for each in ops.get("/tenants").json()["data"] if each["name"] == tenant)
+            order = {"tenant": tenant_id, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}
+            invoice = ops.post("/invoices", json=order)
+        assert invoice.status_code == 201, invoice.text
+        invoiced: Counter[str] = Counter()
+        for line in invoice.json()["lines"]:
+            invoiced.update({line["meter"]: line["quantity"]} if line["kind"] == "usage" else {})
+        query = f"SELECT meter, sum(quantity)::bigint FROM ledger_entry WHERE tenant_id = '{tenant_id}' GROUP BY meter"
+        booked = dict(self.postgres.execute(query, self.database))
+        assert dict(invoiced) == booked == self._journaled(tenant_id)
+
+    def _journaled(self, tenant_id: str) -> dict[str, int]:
+        keys = Secrets.load(self.home / "secrets.json").every_context_key
+        found: Counter[str] = Counter()
+        for journal in home_journals(self.home, lambda: keys, {}):
+            for record in journal:
+                if isinstance(record, Journaled) and record.context.tenant_id == tenant_id:
+                    found.update(record.quantities())
+        return dict(found)
 
     def _until_settled(self) -> None:
         """Nothing runs, and every record is acknowledged."""

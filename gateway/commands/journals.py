@@ -9,11 +9,12 @@ import msgspec
 from engine import wire
 from engine.wire_journal import Entry, JournalCorrupt, JournalReader
 from tenants.audit.journals import USAGE, Journaled
+from tenants.audit.replicas import SPAN, JournaledTime
 from tenants.errors import ForgedContext
 from tenants.meter import unseal
 from tenants.secrets import Secret
 
-_of_usage = attrgetter(*USAGE)
+_of_usage, _of_time = attrgetter(*USAGE), attrgetter(*SPAN)
 
 
 class HomeJournal:
@@ -40,7 +41,7 @@ class HomeJournal:
     def acked(self) -> int:
         return self._reader.acked.number
 
-    def __iter__(self) -> Iterator[Journaled]:
+    def __iter__(self) -> Iterator[Journaled | JournaledTime]:
         try:
             for entry in self._reader.entries():
                 self.num_entries += 1
@@ -56,11 +57,11 @@ class HomeJournal:
         if self._expected.get(entry.number) == entry.hash.hex():
             del self._expected[entry.number]
 
-    def _record(self, entry: Entry) -> Journaled | None:
+    def _record(self, entry: Entry) -> Journaled | JournaledTime | None:
         try:
             usage = wire.read_record(entry.payload)
             if isinstance(usage, wire.TimeRecord):
-                return None
+                return JournaledTime(entry.number, entry.number <= self.acked, _of_time(usage))
             context = unseal(usage.context, *self._context_keys)
         except (msgspec.MsgspecError, ForgedContext) as error:
             self.unfit.append(f"record {entry.number} is in no ledger: {error}")

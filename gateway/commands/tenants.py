@@ -1,5 +1,6 @@
 """`tenora tenant`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,13 @@ import click
 
 from gateway.commands.common import Failed, cell, find_tenant, ops_api, ops_options, parse_change, show
 
+_USD = re.compile(r"[0-9]{1,12}(\.[0-9]{1,12})?")
+CREDIT = {
+    "granted_picousd": "GRANTED (PICOUSD)",
+    "spent_picousd": "SPENT",
+    "reserved_picousd": "RESERVED",
+    "free_picousd": "FREE",
+}
 TENANT = {"id": "ID", "name": "NAME", "status": "STATUS", "time_zone": "TIME ZONE"}
 
 
@@ -52,6 +60,8 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
 def tenant_set(name: str, changes: tuple[str, ...], as_json: bool, **where: Any) -> None:
     """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone or status."""
     fields = dict(map(parse_change, changes))
+    if (alerts := fields.get("spend_alerts")) is not None:
+        fields["spend_alerts"] = _percentages(alerts)
     api = ops_api(**where)
     path = f"/tenants/{find_tenant(api, name)['id']}"
     own = {field: fields.pop(field) for field in ("name", "time_zone", "status") if field in fields}
@@ -103,6 +113,24 @@ def tenant_export(name: str, output: Path | None, as_json: bool, **where: Any) -
         raise Failed("the export was cut off: try again")
 
 
+@tenant.command("credit")
+@click.argument("name", metavar="TENANT")
+@click.argument("amount", required=False, metavar="[USD]")
+@click.option("--reference", default="", help="The payment's: granted once, however often it is given.")
+@ops_options
+def tenant_credit(name: str, amount: str | None, reference: str, as_json: bool, **where: Any) -> None:
+    """Show a tenant's prepaid credit, or grant it USD more (a decimal number, up to 12 places)."""
+    api = ops_api(**where)
+    path = f"/tenants/{find_tenant(api, name)['id']}/credit"
+    if amount is None:
+        show(api.call("GET", path), as_json, CREDIT)
+        return
+    if not reference:
+        raise click.UsageError("give --reference, so that one payment is never granted twice")
+    body = {"amount_picousd": _picousd(amount), "reference": reference}
+    show(api.call("POST", path, json=body), as_json, CREDIT)
+
+
 @tenant.command("delete")
 @click.argument("name", metavar="TENANT")
 @click.option("--yes", is_flag=True, help="Don't ask.")
@@ -114,6 +142,22 @@ def tenant_delete(name: str, yes: bool, as_json: bool, **where: Any) -> None:
     if not yes:
         click.confirm(f"Delete {found['name']} ({found['id']}), its keys and its adapters?", abort=True, err=True)
     show(api.call("DELETE", f"/tenants/{found['id']}"), as_json, {"id": "ID", "deleted": "DELETED"})
+
+
+def _percentages(value: int | str) -> list[int]:
+    """`50,80,100`. Raises click.UsageError."""
+    parts = [part for part in str(value).split(",") if part]
+    if not all(part.isdecimal() for part in parts):
+        raise click.UsageError("spend_alerts: give percentages, as in spend_alerts=50,80,100")
+    return list(map(int, parts))
+
+
+def _picousd(usd: str) -> int:
+    """Exactly. Raises click.UsageError."""
+    if not _USD.fullmatch(usd):
+        raise click.UsageError(f"{usd}: an amount is a decimal number of at most 12 places")
+    whole, _, places = usd.partition(".")
+    return int(whole) * 10**12 + int(places.ljust(12, "0"))
 
 
 def _change(name: str, changes: dict[str, str], as_json: bool, **where: Any) -> None:

@@ -48,8 +48,8 @@ def _multiply(
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """PART: columns of the weight of one program. SCALED: rows and columns that share a scale; 0: a scale a row.
-    IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
+    """PART: columns of the weight of one program, whole blocks; no part begins past the last column. SCALED: rows and
+    columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     o_out = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -61,7 +61,7 @@ def _multiply(
     for i_step in range(0, PART, BLOCK_K):
         first = i_part * PART + i_step
         o_in = first + tl.arange(0, BLOCK_K)
-        m_in = o_in < SIZE_IN if SIZE_IN % PART or SIZE_IN % BLOCK_K else tl.full((BLOCK_K,), True, tl.int1)
+        m_in = o_in < SIZE_IN if SIZE_IN % PART else tl.full((BLOCK_K,), True, tl.int1)
         b_weight = tl.load(
             p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
         )
@@ -112,17 +112,19 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     assert weight.data.is_contiguous(), weight.data.stride()
     assert weight.scales.is_contiguous(), weight.scales.stride()
     assert x.stride(1) == 1, x.stride()
-    num_rows, size_out = x.shape[0], weight.data.shape[0]
+    num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
     out = torch.empty((num_rows, size_out), dtype=x.dtype, device=x.device)
-    row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out)
-    num_parts = row["parts"]
     if not num_rows:
         return out
+    row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out)
+    block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
+    part = triton.cdiv(triton.cdiv(size_in, row["parts"]), block_k) * block_k
+    num_parts = triton.cdiv(size_in, part)
     if num_parts == 1:
-        _launch(x, weight, row, 1, out)
+        _launch(x, weight, row, (part, block_k), out)
         return out
     partials = torch.empty((num_parts, num_rows, size_out), dtype=torch.float32, device=x.device)
-    _launch(x, weight, row, num_parts, partials)
+    _launch(x, weight, row, (part, block_k), partials)
     block_n = min(1024, power_of_2(size_out))
     pdl = {"launch_pdl": True} if row["pdl"] else {}
     _add_parts[(triton.cdiv(size_out, block_n), num_rows)](
@@ -143,11 +145,12 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     return out
 
 
-def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], num_parts: int, out: Tensor) -> None:
+def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tuple[int, int], out: Tensor) -> None:
+    """``steps``: columns of a part and of a block; several parts are told apart in ``out``."""
+    part, block_k = steps
     num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
+    num_parts = triton.cdiv(size_in, part)
     block_m = min(max(16, power_of_2(num_rows)), row["block_m"])
-    block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
-    part = triton.cdiv(triton.cdiv(size_in, num_parts), block_k) * block_k
     _multiply[(triton.cdiv(size_out, row["block_n"]), triton.cdiv(num_rows, block_m), num_parts)](
         x,
         weight.data,

@@ -13,10 +13,12 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.audit.books import check_books
 from tenants.audit.findings import Finding, Findings
+from tenants.audit.invoices import check_invoices
 from tenants.audit.journals import Journal, Journaled, check_journals
+from tenants.audit.replicas import JournaledTime, check_replicas
 from tenants.audit_log import AuditLog, Head
 
-__all__ = ["Audit", "Finding", "Journal", "Journaled", "audit", "begin_snapshot"]
+__all__ = ["Audit", "Finding", "Journal", "Journaled", "JournaledTime", "audit", "begin_snapshot"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ async def audit(
     findings, connection = Findings(), await session.connection()
     await check_journals(connection, journals, findings, all_journals=all_journals)
     await check_books(connection, findings)
+    await check_invoices(connection, findings)
+    await check_replicas(connection, findings)
     head = await _check_log(session, known, findings)
     return Audit(findings.all(), head)
 

@@ -83,7 +83,7 @@ _RULES = (
         "SELECT request_id, cached_tokens, prompt_tokens FROM request_record WHERE cached_tokens > prompt_tokens",
         "request {request_id}: {cached_tokens} cached of {prompt_tokens} prompt tokens",
     ),
-    # Of a chat, whose prompt is one: what it found was written before it ended, by one request of its own namespace.
+    # Of one choice, whose prompt is one: what it found was written before it ended, by one request of its namespace.
     # First who has less than that before it in order of admission, then whether another had begun at least.
     Rule(
         "I9",
@@ -92,7 +92,7 @@ _RULES = (
         " LEFT JOIN adapter_version v ON v.adapter_version_id = r.adapter_version_id), known AS (SELECT named.*,"
         " max(prompt_tokens + output_tokens) OVER (PARTITION BY tenant_id, base_model, adapter"
         " ORDER BY admitted_unix_ns ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS written FROM named)"
-        " SELECT k.request_id, k.cached_tokens FROM known k WHERE k.operation = 'chat'"
+        " SELECT k.request_id, k.cached_tokens FROM known k WHERE k.num_choices = 1"
         " AND k.cached_tokens > coalesce(k.written, 0) AND NOT EXISTS (SELECT 1 FROM named o WHERE"
         " o.tenant_id = k.tenant_id AND o.base_model = k.base_model AND o.adapter = k.adapter"
         " AND o.admitted_unix_ns < k.finished_unix_ns AND o.prompt_tokens + o.output_tokens >= k.cached_tokens"
@@ -104,10 +104,14 @@ _NOT_NEGATIVE = {
     "request_record": (
         *("attempt", "outcome", "price_picousd", "prompt_tokens", "cached_tokens", "output_tokens", "queue_ns"),
         *("prefill_ns", "decode_ns", "post_ns", "network_ns", "first_token_ns", "gpu_ns"),
-        *("admitted_unix_ns", "finished_unix_ns"),
+        *("admitted_unix_ns", "finished_unix_ns", "num_choices", "load_ns", "recompute_ns"),
     ),
     "ledger_entry": ("quantity", "unit_price_picousd", "amount_picousd", "occurred_unix_ns"),
     "rate_card_item": ("price_picousd",),
+    "replica_time": (
+        *("until_unix_ns", "wall_ns", "attributed_ns", "load_ns", "recompute_ns", "lost_ns", "idle_ns"),
+        *("overhead_ns", "error_ppm"),
+    ),
 }
 _PRICED = (
     "SELECT rate_card_id, meter, base_model, flow_class, unit_price_picousd, count(*) AS num_entries FROM ledger_entry"

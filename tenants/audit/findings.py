@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 MAX_EXAMPLES = 20
 TITLES = {
     "I1": "tokens of the journals = quantities of the ledger",
+    "I2": "amounts of the ledger = lines of the invoices",
+    "I3": "lines + rounding = total",
     "I4": "amount = quantity × price of the version in force",
     "I5": "each reservation resolved at most once",
     "I6": "nothing negative where it cannot be",
     "I7": "no entry for 4xx, 5xx and lost, one set for 200 and 499",
     "I8": "replaying the journals changes nothing",
     "I9": "cached ≤ input, and from the tenant's own blocks",
+    "I10": "the accounts of every replica = its wall time within 1 %",
     "I11": "append-only chains unchanged",
 }
 

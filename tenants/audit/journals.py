@@ -12,6 +12,7 @@ from sqlalchemy import Row, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants.audit.findings import Findings
+from tenants.audit.replicas import JournaledTime, check_spans
 from tenants.meter import RequestContext
 
 LOST = 0
@@ -20,12 +21,13 @@ _ENTRY_NAMES = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")  # as published
 _MARGIN_NS = 3600 * 10**9  # records are not journaled in the order in which they finished
 _CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
-    *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label"),
+    *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label", "streamed", "num_choices"),
 )
 USAGE = (
     *("outcome", "prompt_tokens", "cached_tokens", "output_tokens", "queue_ns", "prefill_ns", "decode_ns"),
-    *("post_ns", "network_ns", "first_token_ns", "gpu_ns", "finished_unix_ns"),
+    *("post_ns", "network_ns", "first_token_ns", "gpu_ns", "finished_unix_ns", "load_ns", "recompute_ns"),
 )
+_FINISHED = USAGE.index("finished_unix_ns")
 _of_context = attrgetter(*_CONTEXT)
 _RECORDS = text(f"SELECT {', '.join(_CONTEXT + USAGE)} FROM request_record WHERE request_id IN :ids").bindparams(
     bindparam("ids", expanding=True)
@@ -56,7 +58,7 @@ class Journaled:
 
     @property
     def finished_unix_ns(self) -> int:
-        return self.usage[-1]
+        return self.usage[_FINISHED]
 
     def quantities(self) -> dict[str, int]:
         """By meter, what is billed of it."""
@@ -89,7 +91,7 @@ class Journal(Protocol):
         """Records that no ledger takes."""
         ...
 
-    def __iter__(self) -> Iterator[Journaled]: ...
+    def __iter__(self) -> Iterator[Journaled | JournaledTime]: ...
 
 
 async def check_journals(
@@ -101,7 +103,10 @@ async def check_journals(
     totals: Counter[tuple[str, str]] = Counter()
     for stream in streams:
         while chunk := list(itertools.islice(stream.records, _AT_ONCE)):
-            booked = await _check_chunk(connection, stream.journal.name, chunk, findings)
+            times = [record for record in chunk if isinstance(record, JournaledTime)]
+            await check_spans(connection, stream.journal.name, times, findings)
+            requests = [record for record in chunk if isinstance(record, Journaled)]
+            booked = await _check_chunk(connection, stream.journal.name, requests, findings)
             for record in booked:
                 if record.finished_unix_ns >= since:
                     totals.update({(record.context.tenant_id, meter): n for meter, n in record.quantities().items()})
@@ -115,10 +120,15 @@ class _Stream:
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
+        self.starts_unix_ns = 0
         records = iter(journal)
-        first = next(records, None)
-        self.records = records if first is None else itertools.chain([first], records)
-        self.starts_unix_ns = 0 if journal.is_whole or first is None else first.finished_unix_ns + _MARGIN_NS
+        read = list(itertools.islice(records, 1))  # only now it knows whether it is whole
+        if not journal.is_whole:
+            while read and isinstance(read[-1], JournaledTime):
+                read += itertools.islice(records, 1)
+        if read and isinstance(first := read[-1], Journaled) and not journal.is_whole:
+            self.starts_unix_ns = first.finished_unix_ns + _MARGIN_NS
+        self.records = itertools.chain(read, records)
 
 
 async def _check_chunk(

@@ -5,6 +5,7 @@ from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapter_hours import AdapterMeterHead, AdapterResidency
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
+from tenants.tables.gateways import GatewayLease
 from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
@@ -12,8 +13,10 @@ from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+from tenants.tables.spending import SpendTotal
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
+from tenants.tables.wallets import Wallet, WalletGrant, WalletHold
 
 __all__ = [
     "MAX_NAME_LENGTH",
@@ -28,6 +31,7 @@ __all__ = [
     "CreditNoteLine",
     "DocumentSeries",
     "Event",
+    "GatewayLease",
     "IdempotentRequest",
     "Invoice",
     "InvoiceLine",
@@ -47,11 +51,15 @@ __all__ = [
     "SloMinute",
     "SloObjective",
     "SloWatch",
+    "SpendTotal",
     "StringList",
     "Tenant",
     "UnbookedRecord",
     "UsageRollup",
     "UsageSeries",
+    "Wallet",
+    "WalletGrant",
+    "WalletHold",
     "WebhookDelivery",
     "WebhookEndpoint",
     "WideInteger",

@@ -7,6 +7,8 @@ from sqlmodel import Field, SQLModel
 
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, one_of
 
+DEFAULT_ALERTS = (50, 80, 100)  # percent of a limit, or of credit
+
 
 class Tenant(SQLModel, table=True):
     """A customer and its limits; None = no limit. A deleted one stays as a row without a name: the ledger has it."""
@@ -37,6 +39,8 @@ class Tenant(SQLModel, table=True):
     max_class: str = Field(default="interactive", max_length=16)
     weight: int = Field(default=1, sa_type=BigInteger)
     cache_policy: str = Field(default="private", max_length=16)
+    is_prepaid: bool = False
+    spend_alerts: list[int] = Field(default_factory=lambda: list(DEFAULT_ALERTS), sa_type=JsonList)
 
 
 class ApiKey(SQLModel, table=True):

@@ -107,7 +107,7 @@ def test_limits_are_kept_in_the_external_store_for_all_gateways_together(install
 
     assert answers == [200] * 4 + [429] * 4
     with Redis.from_url(valkey.url) as redis:
-        assert any(name.startswith(b"tn:q1:") for name in redis.scan_iter())
+        assert any(name.startswith(b"tn:q2:") for name in redis.scan_iter())
 
 
 def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(installation: Installation, postgres):

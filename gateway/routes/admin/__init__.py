@@ -7,6 +7,7 @@ audit event and is in force at every gateway within a second.
 from litestar import Router
 
 from gateway.routes.admin.audit import Audit
+from gateway.routes.admin.credit import Credit
 from gateway.routes.admin.invoices import Invoices
 from gateway.routes.admin.keys import Keys, TenantKeys
 from gateway.routes.admin.machines import Machines
@@ -20,6 +21,8 @@ from gateway.routes.admin.webhooks import Webhooks
 
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
-    handlers = [Tenants, TenantKeys, Keys, Operators, Audit, Machines, Money, RateCards, Invoices, Webhooks]
-    handlers += [SloObjectives, SloReports]
+    handlers = [
+        *(Tenants, Credit, TenantKeys, Keys, Operators, Audit, Machines),
+        *(Money, RateCards, Invoices, Webhooks, SloObjectives, SloReports),
+    ]
     return Router("/admin/v1", route_handlers=handlers)

@@ -31,7 +31,9 @@ def check(kernel, num_rows: int, weight: QuantisedWeight, dtype: torch.dtype) ->
 @KINDS
 @BLOCKED
 @pytest.mark.parametrize("dtype", [FLOAT, BF16])
-@pytest.mark.parametrize(("num_rows", "size_out", "size_in"), [(1, 40, 97), (17, 150, 300), (70, 64, 128)])
+@pytest.mark.parametrize(
+    ("num_rows", "size_out", "size_in"), [(1, 40, 97), (17, 150, 300), (70, 64, 128), (3, 40, 256)]
+)
 def test_it_equals_the_product_with_the_weight_multiplied_out(num_rows, size_out, size_in, dtype, is_blocked, kind):
     weight = weight_of(size_out, size_in, kind, is_blocked=is_blocked, bias=num_rows == 17)
     check(quantised_kernel, num_rows, weight, dtype)

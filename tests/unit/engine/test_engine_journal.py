@@ -243,6 +243,36 @@ def test_a_crash_at_any_point_of_sealing_loses_nothing_and_the_next_open_goes_on
         assert [entry.number for entry in JournalReader(folder).entries()] == list(range(1, 40)), folder
 
 
+def test_without_its_cursor_a_journal_delivers_again_what_its_log_has_and_not_what_was_sealed(tmp_path):
+    journal = Journal(tmp_path, segment_bytes=10_000)
+    grow(journal, range(1, 60))
+    journal.close()
+    (tmp_path / "journal.ack").unlink()
+
+    journal = Journal(tmp_path, segment_bytes=10_000)
+
+    assert 0 < journal.acked < 57
+    assert [entry.number for entry in journal.entries(journal.acked, 100)] == list(range(journal.acked + 1, 60))
+    grow(journal, range(60, 80))
+    journal.close()
+    assert [entry.number for entry in JournalReader(tmp_path).entries()] == list(range(1, 80))
+
+
+def test_a_log_that_was_copied_when_it_was_sealed_too_goes_on_and_loses_nothing(tmp_path):
+    import shutil
+
+    journal = Journal(tmp_path, segment_bytes=10_000)
+    grow(journal, range(1, 10))
+    journal.close()
+    shutil.copy(tmp_path / LOG, tmp_path / f"journal-{1:020d}.log")
+
+    journal = Journal(tmp_path, segment_bytes=10_000)
+    grow(journal, range(10, 40))
+    journal.close()
+
+    assert [entry.number for entry in JournalReader(tmp_path).entries()] == list(range(1, 40))
+
+
 def test_what_is_missing_or_changed_in_sealed_segments_is_found(tmp_path):
     import shutil
 

@@ -124,7 +124,7 @@ def test_a_caller_who_leaves_is_seen_by_the_request_that_runs_although_another_w
 
     receipt = house.receipt(key, request_id)
     assert receipt["status"] == 499
-    eventually(lambda: not house.parts.pipeline.admission._tickets)
+    eventually(lambda: not house.parts.pipeline.admission.tickets)
 
 
 PUT = b"PUT /v1/adapters/a/files/adapter_model.safetensors HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"

@@ -35,7 +35,7 @@ def test_a_handler_that_does_not_stream_ends_when_its_caller_leaves(house: House
     with house.http(key) as http, pytest.raises(httpx.ReadTimeout):
         http.post("/completions", json=BODY | {"max_tokens": 120, "n": 64}, timeout=0.3)
 
-    eventually(lambda: not house.parts.pipeline.admission._tickets)
+    eventually(lambda: not house.parts.pipeline.admission.tickets)
     with house.http(key) as http:
         usage = eventually(lambda: _usage(http))
     assert 0 < usage["output_tokens"] < 64 * 120
@@ -56,7 +56,7 @@ def test_a_settlement_outlives_its_request(house: House):
         ):
             assert answer.status_code == 200, "the lease of the one before is free"
             next(answer.iter_lines())
-        eventually(lambda: not house.parts.pipeline.admission._tickets)
+        eventually(lambda: not house.parts.pipeline.admission.tickets)
 
 
 def test_no_handler_is_given_a_session_that_ends_before_its_stream(house: House):

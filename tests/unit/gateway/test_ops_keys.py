@@ -94,6 +94,7 @@ def test_a_rotated_key_lives_on_for_a_day_beside_its_successor(server: OpsServer
             "requests_per_minute": None,
             "tokens_per_minute": 5,
             "concurrent_requests": None,
+            "spend_limit_picousd_per_month": None,
         }
     ]
 
@@ -127,13 +128,14 @@ def test_a_keys_limits_by_model_and_adapter_change_one_by_one(server: OpsServer,
     path = f"/keys/{(key := new_key(ops, tenant_id))['id']}/limits"
     ops.patch(path, json={"requests_per_minute": 60, "model": None})
     ops.patch(path, json={"model": "m", "requests_per_minute": 5, "concurrent_requests": 2})
-    ops.patch(path, json={"adapter": "m", "tokens_per_minute": 7})
+    ops.patch(path, json={"adapter": "m", "tokens_per_minute": 7, "spend_limit_picousd_per_month": 10**18})
     limits = ops.patch(path, json={"model": "m", "concurrent_requests": None}).json()
 
     assert limits["requests_per_minute"] == 60
-    assert {(s["model"], s["adapter"], s["requests_per_minute"], s["tokens_per_minute"]) for s in limits["scoped"]} == {
-        ("m", None, 5, None),
-        (None, "m", None, 7),
+    fields = ("model", "adapter", "requests_per_minute", "tokens_per_minute", "spend_limit_picousd_per_month")
+    assert {tuple(scope[field] for field in fields) for scope in limits["scoped"]} == {
+        ("m", None, 5, None, None),
+        (None, "m", None, 7, 10**18),
     }
     directory = server.context.directory
     within(10, lambda: len(getattr(directory.authenticate(key["api_key"]), "scoped_limits", ())) == 2)
@@ -147,7 +149,8 @@ def test_a_keys_limits_by_model_and_adapter_change_one_by_one(server: OpsServer,
         ({"model": "", "requests_per_minute": 1}, "model"),
         ({"model": 5, "requests_per_minute": 1}, "model"),
         ({"model": "m" * 65, "requests_per_minute": 1}, "model"),
-        ({"model": "m", "spend_limit_picousd_per_month": 1}, "spend_limit_picousd_per_month"),
+        ({"model": "m", "spend_limit_picousd_per_month": -1}, "spend_limit_picousd_per_month"),
+        ({"model": "m", "max_adapters": 1}, "max_adapters"),
         ({"model": "m", "requests_per_minute": -1}, "requests_per_minute"),
         ({"model": "m", "requests_per_minute": 10**11 + 1}, "requests_per_minute"),
         ({"weight": 2}, "weight"),
@@ -303,7 +306,8 @@ def test_after_many_wrong_keys_an_address_is_told_to_wait_and_operators_pass(tmp
     with ops_server_in_thread(tmp_path, "--no-demo") as server, client_of(server, "tn_ops_" + "0" * 36) as guesser:
         answers = [guesser.get("/tenants") for _ in range(MAX_FAILURES + 20)]
         assert {answer.status_code for answer in answers} == {401, 429}
-        assert int(answers[-1].headers["retry-after"]) >= 1
+        refused = next(answer for answer in answers if answer.status_code == 429)  # later ones may be let through again
+        assert int(refused.headers["retry-after"]) >= 1
         with client_of(server) as ops:
             assert ops.get("/tenants").status_code == 200
 

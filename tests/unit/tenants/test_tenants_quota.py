@@ -323,10 +323,10 @@ def test_every_key_has_the_layout_version_and_hash_tag_and_vanishes_when_idle(wi
         await quota.settle(second, 5_000, "exact")
         lifetimes = {key.decode(): await redis.pttl(key) for key in await redis.keys("*")}
         assert len(lifetimes) == 6  # two reservations, two buckets, two sets of leases
-        assert all(key.startswith("tn:q1:{ten_a}:") for key in lifetimes)
+        assert all(key.startswith("tn:q2:{ten_a}:") for key in lifetimes)
         assert all(lifetime > 0 for lifetime in lifetimes.values())
         # 5 000 tokens below zero at 600 a minute take 500 s to be full again: not forgotten before twice that
-        assert lifetimes["tn:q1:{ten_a}:b:tenant"] > 900_000
+        assert lifetimes["tn:q2:{ten_a}:b:tenant"] > 900_000
 
     with_redis(body)
 
@@ -423,7 +423,7 @@ class Model:
 
 async def check_walk(redis, clock, model: Model, took_something: bool) -> None:
     for (scope, meter), left in model.left.items():
-        saved = await redis.hmget(f"tn:q1:{{ten_a}}:b:{scope}", "at", meter.split("_")[0])
+        saved = await redis.hmget(f"tn:q2:{{ten_a}}:b:{scope}", "at", meter.split("_")[0])
         limit = getattr(model.limits[scope], meter)
         units = limit * MINUTE if saved[1] is None else int(saved[1]) + (clock() - int(saved[0])) * limit
         assert min(units, limit * MINUTE) == left * MINUTE  # exactly, after any number of refills
@@ -522,7 +522,7 @@ def test_used_plus_reserved_never_exceeds_the_limit_with_32_concurrent_callers(v
                 return (seconds - began[0]) * 1_000 + (micros - began[1]) / 1_000
 
             await asyncio.gather(*(caller(number, server_ms) for number in range(32)))
-            assert await redis.zcard("tn:q1:{ten_a}:l:tenant") == 0
+            assert await redis.zcard("tn:q2:{ten_a}:l:tenant") == 0
 
     asyncio.run(main())
     assert out["admitted"] == out["settled"] > 9

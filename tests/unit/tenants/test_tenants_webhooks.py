@@ -310,8 +310,14 @@ def test_endpoints_are_their_tenants_own_and_at_most_ten(with_post):
             ):
                 with pytest.raises(NotFound):
                     await ask
-            with pytest.raises(InvalidValue):
-                await theirs.create(globex, URL, ["adapter.unheard"])
+            for wrong in ({"kinds": ["adapter.unheard"]}, {"description": "a\0b"}, {"description": "ä" * 33}):
+                with pytest.raises(InvalidValue):
+                    await theirs.create(globex, URL, **wrong)
+            for no_id in ("", "\0", "whe_" + "\ud800", "whe_" + "A" * 24):
+                with pytest.raises(NotFound):
+                    await theirs.get(globex, no_id)
+                with pytest.raises(NotFound):
+                    await EventRepository(session).number_of(globex, no_id)
         with pytest.raises(NotFound):
             await post.endpoint("ten_nobody")
 

@@ -1,0 +1,184 @@
+"""Limits of money through a whole gateway: reserved, settled, refused, and counted anew when the store lost them."""
+
+import concurrent.futures
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+from gateway_harness import House, eventually, rows, running_house
+from redis import Redis
+
+from tenants.budgets import period_of
+from tenants.repositories import KeyRepository
+from tenants.spend_repository import GatewayLeaseRepository
+from tenants.tables import LedgerEntry, RequestRecord
+
+BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+PRICE = 3 * 50_000 + 4 * 100_000 + 1_000_000  # of BODY
+
+
+@pytest.fixture(scope="module")
+def spending(tmp_path_factory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("spend"), "--kv-blocks", "512", "--max-running", "8") as house:
+        yield house
+
+
+def flush(house: House) -> None:
+    with Redis.from_url(house.valkey.url) as redis:
+        redis.flushall()
+
+
+def window_sum(house: House, key: str, scope: str = "tenant") -> int:
+    label = period_of(time.time_ns(), "UTC", 1).label
+    with Redis.from_url(house.valkey.url) as redis:
+        return int(redis.hget(f"tn:q2:{{{house.tenants[key]}}}:s:{scope}@{label}", "n") or -1)
+
+
+def billed(house: House, key: str) -> int:
+    return sum(entry.amount_picousd for entry in rows(house, key, LedgerEntry))
+
+
+def set_limits(house: House, key: str, model: str | None = None, **limits) -> str:
+    """Of the key; its id."""
+
+    async def work() -> str:
+        async with house.parts.database.transaction() as session:
+            (row,) = await KeyRepository(session).list_all(house.tenants[key])
+            changes = limits | ({"model": model} if model else {})
+            await KeyRepository(session).set_limits(row.tenant_id, row.key_id, changes)
+        await house.parts.pipeline.directory.refresh()
+        return row.key_id
+
+    return house.on_loop(work())
+
+
+def test_the_month_ends_at_its_limit_with_402_and_a_retry_does_not_help(spending: House):
+    key = spending.new_tenant("three", spend_limit_picousd_per_month=3 * PRICE)
+    with spending.http(key) as http:
+        answers = [http.post("/completions", json=BODY) for _ in range(4)]
+        small = http.post("/completions", json=BODY | {"max_tokens": 1})
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 402]
+    assert small.status_code == 402
+    error = answers[3].json()["error"]
+    assert (error["type"], error["code"]) == ("insufficient_quota", "spend_limit_exceeded")
+    assert "this account's limit" in error["message"]
+    ends = datetime.fromtimestamp(period_of(time.time_ns(), "UTC", 1).end_unix_ns // 10**9, UTC)
+    assert ends.strftime("%Y-%m-%dT%H:%M:%SZ") in error["message"]
+    assert answers[3].headers["x-should-retry"] == "false"
+    eventually(lambda: billed(spending, key) == 3 * PRICE)
+    assert window_sum(spending, key) == 3 * PRICE
+
+
+def test_what_was_reserved_and_not_used_is_free_at_once(spending: House):
+    key = spending.new_tenant("stopper", spend_limit_picousd_per_month=40 * 100_000 + 2 * PRICE)
+    with spending.http(key) as http:
+        first = http.post(
+            "/completions", json=BODY | {"max_tokens": 40, "ignore_eos": False, "stop_token_ids": list(range(64))}
+        )
+        second = http.post("/completions", json=BODY | {"max_tokens": 40})
+
+    assert first.json()["usage"]["completion_tokens"] < 40
+    assert second.status_code == 200
+
+
+def test_a_limit_of_a_key_and_of_its_use_of_one_model_bind_too(spending: House):
+    key = spending.new_tenant("keyed")
+    key_id = set_limits(spending, key, spend_limit_picousd_per_month=2 * PRICE)
+    with spending.http(key) as http:
+        by_key = [http.post("/completions", json=BODY).status_code for _ in range(3)]
+        set_limits(spending, key, spend_limit_picousd_per_month=None)
+        free = http.post("/completions", json=BODY).status_code
+        set_limits(spending, key, model="tiny", spend_limit_picousd_per_month=3 * PRICE)
+        by_model = http.post("/completions", json=BODY)
+
+    assert by_key == [200, 200, 402]
+    assert free == 200
+    assert by_model.status_code == 402  # three were spent before that limit was set
+    assert "for the model tiny" in by_model.json()["error"]["message"]
+    assert window_sum(spending, key, f"key:{key_id}:model:tiny") == 3 * PRICE
+
+
+def test_what_the_store_lost_is_counted_from_the_ledger_and_from_what_runs(spending: House):
+    key = spending.new_tenant("flushed", spend_limit_picousd_per_month=2 * PRICE + 100 * 100_000)
+    with spending.http(key) as http:
+        assert http.post("/completions", json=BODY).status_code == 200
+        streamed = BODY | {"max_tokens": 100, "stream": True}
+        with http.stream("POST", "/completions", json=streamed) as answer:
+            pieces = answer.iter_text()
+            next(pieces)
+            flush(spending)
+            while_it_runs = http.post("/completions", json=BODY)
+            assert while_it_runs.status_code == 402
+            "".join(pieces)
+    total = PRICE + PRICE + 96 * 100_000
+    eventually(lambda: billed(spending, key) == total)
+    assert window_sum(spending, key) == total
+
+
+def test_a_flush_under_load_lets_nobody_over_the_limit(spending: House):
+    limit = 23 * PRICE
+    key = spending.new_tenant("crowd", spend_limit_picousd_per_month=limit)
+
+    def ask(number: int) -> int:
+        with spending.http(key) as http:
+            return http.post("/completions", json=BODY).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, number) for number in range(40)]
+        eventually(lambda: len(rows(spending, key, RequestRecord)) >= 4)
+        flush(spending)
+        codes = [one.result() for one in asked]
+
+    served = codes.count(200)
+    assert set(codes) <= {200, 402, 503}
+    assert served <= 23
+    with spending.http(key) as http:  # what the flush refused for a moment is there afterwards
+        later = [http.post("/completions", json=BODY).status_code for _ in range(24 - served)]
+    assert later == [200] * (23 - served) + [402]
+    eventually(lambda: billed(spending, key) == limit)
+    assert window_sum(spending, key) == limit
+
+
+def test_a_request_that_is_lost_costs_nothing_in_its_window(spending: House):
+    key = spending.new_tenant("unlucky", spend_limit_picousd_per_month=PRICE + 100 * 100_000)
+    with spending.http(key) as http:
+        with http.stream("POST", "/completions", json=BODY | {"max_tokens": 100, "stream": True}) as answer:
+            pieces = answer.iter_text()
+            next(pieces)
+            spending.engine.kill()
+            assert "engine_lost" in "".join(pieces)
+        spending.engine.start()
+        eventually(spending.parts.catalog.models["tiny"].connected)
+        eventually(lambda: window_sum(spending, key) == 0)
+        assert http.post("/completions", json=BODY).status_code == 200
+
+
+def test_a_gateway_whose_lease_has_run_out_takes_nothing_that_counts_as_money(spending: House, monkeypatch):
+    key = spending.new_tenant("fenced", spend_limit_picousd_per_month=9 * PRICE)
+    free = spending.new_tenant("unfenced")
+    recount = spending.parts.pipeline.admission.limiter.spending
+    monkeypatch.setattr(type(recount), "is_fenced", property(lambda _: True))
+    with spending.http(key) as http, spending.http(free) as other:
+        refused = http.post("/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "billing_unavailable")
+        assert other.post("/completions", json=BODY).status_code == 200
+
+
+def test_another_gateway_is_waited_for_until_it_has_said_what_it_holds_or_its_lease_is_over(
+    spending: House, monkeypatch
+):
+    key = spending.new_tenant("two", spend_limit_picousd_per_month=9 * PRICE)
+
+    async def lease(seconds: float) -> None:
+        async with spending.parts.database.transaction() as session:
+            await GatewayLeaseRepository(session).renew("another", time.time_ns() + int(seconds * 1e9))
+
+    spending.on_loop(lease(600))
+    monkeypatch.setattr("gateway.recount.WAIT_S", 0.3)
+    with spending.http(key) as http:
+        refused = http.post("/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        spending.on_loop(lease(-1))
+        eventually(lambda: http.post("/completions", json=BODY).status_code == 200)
