@@ -7,7 +7,7 @@ from itertools import groupby
 from tenants.page import escape
 
 _WIDTH, _HEIGHT = 480, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 26, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 26, 26
 _INK, _SOFT, _LINE = "#1a1d21", "#5c6570", "#d9dee3"
 _COLOURS = ("#1f6feb", "#c2410c", "#15803d", "#7e22ce", "#0e7490")
 _BAD = "#b91c1c"
@@ -85,17 +85,17 @@ class BarChart:
     def svg(self) -> str:
         most = max([self.limit * 1.2, *(value for _, value, _ in self.bars if value is not None)])
         scale = (_WIDTH - _NAMES - 60) / most
-        parts = [part for number, bar in enumerate(self.bars) for part in self._bar(number, scale, *bar)]
         height = _ROW * max(1, len(self.bars)) + 10
-        x = _NAMES + self.limit * scale
-        parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}" stroke="{_BAD}" stroke-dasharray="3 3"/>')
         if not self.bars:
-            parts = [_text(_WIDTH / 2, 20, "No data", "middle")]
-        return _document(self.title, height, parts)
+            return _document(self.title, height, [_text(_WIDTH / 2, 20, "No data", "middle")])
+        x = _NAMES + self.limit * scale
+        line = f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}" stroke="{_BAD}" stroke-dasharray="3 3"/>'
+        bars = (part for number, bar in enumerate(self.bars) for part in self._bar(number, scale, *bar))
+        return _document(self.title, height, [line, *bars])
 
     def _bar(self, number: int, scale: float, name: str, value: float | None, text: str) -> list[str]:
         y = 4 + _ROW * number
-        length = max(1.0, (value or 0.0) * scale)
+        length = (value or 0.0) * scale
         colour = _BAD if (value or 0.0) > self.limit else _COLOURS[0]
         return [
             _text(_NAMES - 6, y + 13, _cut(name), "end"),

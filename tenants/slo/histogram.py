@@ -68,8 +68,9 @@ class Histogram(Struct, array_like=True):
         if not other.counts:
             return
         self._span(other.least, other.most)
+        counts, known = self.counts, self.counts.get  # a month merges millions of buckets
         for bucket, count in other.counts.items():
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
+            counts[bucket] = known(bucket, 0) + count
         self.total += other.total
 
     def quantile(self, percent: int) -> int | None:

@@ -31,20 +31,21 @@ _HOW = (
 
 def html(report: Report) -> str:
     """A whole document."""
-    zone = ZoneInfo(report.time_zone)
+    zone, total = ZoneInfo(report.time_zone), report.total
     return page(
         f"Service report: {report.tenant_name}",
         facts(_facts(report)),
-        section("Summary", facts(_summary(report.total))),
+        section("Summary", facts(_summary(total))),
         section("Objectives", table(_OBJECTIVE_COLUMNS, map(_objective_cells, report.objectives))),
         section("Attainment by day", _attainment_chart(report)),
         section("TTFT P95 by hour", _ttft_chart(report, zone)),
         section("Burn rate at the end", _burn_chart(report)),
         section("Incidents", table(_INCIDENT_COLUMNS, (_incident_cells(each, zone) for each in report.incidents))),
-        section("Requests", table(_REQUEST_COLUMNS, map(_request_cells, report.rows), _request_cells(report.total))),
+        section("Requests", table(_REQUEST_COLUMNS, map(_request_cells, report.rows), _request_cells(total))),
+        section("Attainment", table(_KEPT_COLUMNS, map(_kept_cells, report.rows), _kept_cells(total))),
         section("Latency", table(_LATENCY_COLUMNS, _each(report, _latency_cells))),
         section("Phases", table(_PHASE_COLUMNS, _each(report, _phase_cells))),
-        section("Usage", table(_USAGE_COLUMNS, map(_usage_cells, report.rows), _usage_cells(report.total))),
+        section("Usage", table(_USAGE_COLUMNS, map(_usage_cells, report.rows), _usage_cells(total))),
         f"<footer><p>{escape(_HOW)}</p><p>Document {report.document_hash}</p></footer>",
     )
 
@@ -94,7 +95,7 @@ def _summary(total: Row) -> list[tuple[str, str]]:
     return [
         ("Valid requests", f"{total.valid:,}"),
         ("Kept every objective", f"{total.good:,}"),
-        ("Goodput", f"{total.goodput:,.4g} requests/s"),
+        ("Goodput", f"{total.goodput:,.6f} requests/s"),
         ("Not counted", excluded or "none"),
         *((_sli(sli), _share(each)) for sli, each in total.attainment.items()),
     ]
@@ -102,7 +103,7 @@ def _summary(total: Row) -> list[tuple[str, str]]:
 
 _OBJECTIVE_COLUMNS = (
     *("Objective", "Applies to", "Goal"),
-    *(Column(name, True) for name in ("Attained", "Good / valid", "Budget left", "Burn 1 h", "Burn 3 d")),
+    *(Column(name, True) for name in ("Attained", "Good / valid", "Budget left")),
     "Met",
 )
 
@@ -118,8 +119,6 @@ def _objective_cells(row: ObjectiveRow) -> list[str]:
         _percent(row.attainment.ratio),
         f"{row.attainment.good:,} / {row.attainment.valid:,}",
         left,
-        _burn(row.burn["1h"]),
-        _burn(row.burn["3d"]),
         {True: "yes", False: "no", None: NOT_ENOUGH}[row.is_met],
     ]
 
@@ -136,14 +135,20 @@ def _incident_cells(row: IncidentRow, zone: ZoneInfo) -> list[str]:
 _REQUEST_COLUMNS = (
     *("Model", "Class"),
     *(Column(name, True) for name in ("Valid", "Good", "Own limits", "Caller's errors", "Left early")),
-    *(Column(_name, True) for _name in ("Availability", "TTFT", "TPOT", "E2E")),
 )
 
 
 def _request_cells(row: Row) -> list[str]:
     counts = (row.valid, row.good, *(row.excluded.get(name, 0) for name in ("own_limit", "caller_error", "left_early")))
+    return [*_names(row), *(f"{count:,}" for count in counts)]
+
+
+_KEPT_COLUMNS = ("Model", "Class", *(Column(name, True) for name in ("Availability", "TTFT", "TPOT", "E2E")))
+
+
+def _kept_cells(row: Row) -> list[str]:
     ratios = (row.attainment[sli].ratio if sli in row.attainment else None for sli in SLIS)
-    return [*_names(row), *(f"{count:,}" for count in counts), *map(_percent, ratios)]
+    return [*_names(row), *map(_percent, ratios)]
 
 
 _LATENCY_COLUMNS = (
@@ -199,7 +204,11 @@ def _attainment_chart(report: Report) -> str:
     least = min((value for line in lines for value in line.values if value is not None), default=0.9)
     labels = _spread([day.date[5:] for day in days], 6)
     low = min(0.99, least - (1 - least) * 0.1)
-    return LineChart("Attainment by day", lines, max(0.0, low), 1.0, labels, _percent, len(days)).svg()
+    return LineChart("Attainment by day", lines, max(0.0, low), 1.0, labels, _axis, len(days)).svg()
+
+
+def _axis(ratio: float) -> str:
+    return f"{100 * ratio:.4g} %"
 
 
 def _ratio(day: Day, sli: str) -> float | None:
@@ -249,9 +258,8 @@ def _sli(name: str) -> str:
 
 
 def _share(each: Attainment) -> str:
-    return (
-        f"{_percent(each.ratio)} ({each.good:,} of {each.valid:,}; 95 %: {_percent(each.low)} to {_percent(each.high)})"
-    )
+    interval = f"{_percent(each.low)} to {_percent(each.high)}"
+    return f"{_percent(each.ratio)} ({each.good:,} of {each.valid:,}; 95 % interval {interval})"
 
 
 def _times(each: Latency) -> list[str]:

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gateway_harness import House, eventually, rows
@@ -127,3 +128,30 @@ def test_a_report_that_makes_no_sense_is_refused_by_its_name(house: House, key: 
     answer = report(house, key, **params)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
+
+
+def preemptions(house: House) -> float:
+    engines: list = []
+    house.parts.catalog.each_engine(engines.append)
+    families = house.on_loop(engines[0].stats())
+    return sum(value for each in families if each.name == "tenora_preemptions" for _, _, value in each.samples)
+
+
+def test_a_request_that_is_preempted_and_resumed_counts_once(house: House):
+    """The house's pool has 2,048 tokens; these need 2,952."""
+    key, before = house.new_tenant("slo-preempted"), preemptions(house)
+
+    def stream(number: int) -> str:
+        with house.http(key) as http:
+            body = BODY | {"prompt": [5, 6, number], "max_tokens": 120, "stream": True}
+            return http.post("/completions", json=body).headers["x-request-id"]
+
+    with ThreadPoolExecutor(24) as pool:
+        for request_id in pool.map(stream, range(3, 27)):
+            house.receipt(key, request_id)
+
+    assert preemptions(house) > before
+    now_s = int(time.time()) // 60 * 60
+    total = report(house, key, start=now_s - 3600, end=now_s + 120).json()["total"]
+    assert (total["valid"], total["attainment"]["availability"]["good"]) == (24, 24)
+    assert {name: each["count"] for name, each in total["latency"].items()} == {"ttft": 24, "tpot": 24, "e2e": 24}
