@@ -233,11 +233,10 @@ async def _add_replicas(
     """→ the cost model's error and R²."""
     busy = col(ReplicaTime.attributed_ns)
     weighted = (func.sum(busy * 1e-9 * col(ReplicaTime.error_ppm)), func.sum(busy * 1e-9 * col(ReplicaTime.r2_ppm)))
-    sums = (func.sum(getattr(ReplicaTime, name)) for name in _TIMES)
-    found = (
-        select(ReplicaTime.model, *sums, *weighted)
-        .where(*_within(query, col(ReplicaTime.until_unix_ns)))
-        .group_by(col(ReplicaTime.model))
+    sums = [func.sum(getattr(ReplicaTime, name)) for name in _TIMES]
+    columns: list[Any] = [col(ReplicaTime.model), *sums, *weighted]
+    found: Any = (
+        select(*columns).where(*_within(query, col(ReplicaTime.until_unix_ns))).group_by(col(ReplicaTime.model))
     )
     errors = busy_s = r_squared = 0.0
     for model, *times, error, r2 in (await session.exec(found)).all():

@@ -118,8 +118,8 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
         return out
     row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out)
     block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
-    part = triton.cdiv(triton.cdiv(size_in, row["parts"]), block_k) * block_k
-    num_parts = triton.cdiv(size_in, part)
+    part = -(-size_in // (row["parts"] * block_k)) * block_k
+    num_parts = -(-size_in // part)
     if num_parts == 1:
         _launch(x, weight, row, (part, block_k), out)
         return out

@@ -1,6 +1,6 @@
-"""The tests of a file of this folder run in a child pytest with TRITON_INTERPRET=1, which Triton reads when it decorates
-a kernel; here each of them reports what it did there. The child can die (guard pages) without taking others along. One a
-file, since workers that share a run take whole files."""
+"""The tests of a file of this folder run in a child pytest with TRITON_INTERPRET=1, which Triton reads when it
+decorates a kernel; here each of them reports what it did there. The child can die (guard pages) without taking others
+along. One a file, since workers that share a run take whole files."""
 
 import json
 import os
