@@ -43,13 +43,14 @@ class Linear:
         self.layer = layer
         self.modules = modules
         bias = torch.cat(biases) if biases else None
+        self.weight: LinearWeight | QuantisedWeight
         self._multiply: Callable[[Tensor], Tensor]
         if scales:
-            self._multiply = partial(
-                quantised_linear, weight=QuantisedWeight(torch.cat(weights), torch.cat(list(scales)), bias)
-            )
+            self.weight = QuantisedWeight(torch.cat(weights), torch.cat(list(scales)), bias)
+            self._multiply = partial(quantised_linear, weight=self.weight)
         else:
-            self._multiply = partial(linear, weight=LinearWeight(torch.cat(weights), bias))
+            self.weight = LinearWeight(torch.cat(weights), bias)
+            self._multiply = partial(linear, weight=self.weight)
         self.num_calls = 0
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:

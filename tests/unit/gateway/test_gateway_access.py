@@ -65,6 +65,7 @@ NAMING: dict[tuple[str, str], Ask | None] = {
     ("GET", "/v1/organization/usage/completions"): None,
     ("GET", "/v1/organization/costs"): None,
     ("GET", "/v1/organization/credit"): None,
+    ("GET", "/v1/organization/slo"): None,
     ("GET", "/v1/organization/invoices"): None,
     ("GET", "/v1/organization/invoices/{invoice_id}"): lambda http, name: http.get(f"/organization/invoices/{name}"),
     ("GET", "/health"): None,
