@@ -55,9 +55,11 @@ class Sampler:
             logits = logits.clone()
             for index in adjusted:
                 self._adjust(logits[index], rows[index])
-        if bool(logits.isnan().any()):
+        highest = logits.amax(dim=-1, keepdim=True)
+        if bool(highest.isnan().any()):  # amax gives NaN for a row that holds one
             logits = logits.nan_to_num(nan=_NO_LOGIT, posinf=math.inf, neginf=_NO_LOGIT)
-        tokens = _greedy(logits)
+            highest = logits.amax(dim=-1, keepdim=True)
+        tokens = _greedy(logits, highest)
         drawn = [index for index, row in enumerate(rows) if not is_greedy(row.sampling)]
         plain = [index for index in drawn if not is_filtered(rows[index].sampling)]
         for index, token in zip(plain, _draw_plain(logits[plain], [rows[i] for i in plain]), strict=True):
@@ -119,10 +121,10 @@ def _penalise_counts(logits: Tensor, output_ids: list[int], sampling: SamplingPa
     logits[ids] -= times * sampling.frequency_penalty + sampling.presence_penalty
 
 
-def _greedy(logits: Tensor) -> list[int]:
-    """The lowest id with the highest logit of each row, none of them NaN."""
+def _greedy(logits: Tensor, highest: Tensor) -> list[int]:
+    """The lowest id with the highest logit [R, 1] of each row, none of them NaN."""
     # argmax alone doesn't promise which of several maxima it returns
-    return (logits == logits.amax(dim=-1, keepdim=True)).to(torch.uint8).argmax(dim=-1).tolist()
+    return (logits == highest).to(torch.uint8).argmax(dim=-1).tolist()
 
 
 def is_greedy(sampling: SamplingParams) -> bool:

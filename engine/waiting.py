@@ -91,9 +91,6 @@ class WaitingRoom:
     def parked(self, key: str) -> list[Sequence]:
         return list(self._parked.get(key, {}).values())
 
-    def parked_keys(self) -> list[str]:
-        return list(self._parked)
-
     def take_wanted(self) -> list[str]:
         """Adapters that somebody has begun to wait for since the last call, and that somebody still waits for."""
         wanted, self._wanted = [key for key in self._wanted if key in self._parked], []

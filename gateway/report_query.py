@@ -1,8 +1,9 @@
 """What a usage or cost report is asked for: OpenAI's query parameters, as one page's UsageQuery."""
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 from litestar import Request
 
@@ -11,10 +12,9 @@ from gateway.parts import parts_of, principal_of
 from gateway.resources import Bucket, ReportPage
 from tenants.errors import InvalidValue
 from tenants.repositories import RecordRepository
-from tenants.usage_query import BucketWidth, GroupBy, UsageQuery
+from tenants.usage_query import WIDTH_S, BucketWidth, GroupBy, Row, TimeBucket, UsageQuery
 
 Result = TypeVar("Result")
-_WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _MAX_LISTED = 1000
 
 
@@ -61,8 +61,18 @@ class Page:
     grouped: frozenset[str]
     end_s: int
 
-    def answer(self, buckets: list[Bucket[Result]]) -> ReportPage[Result]:
-        """The buckets as a page, with the way to the next one."""
+    def answer(
+        self, found: Iterable[TimeBucket[Row]], tell: Callable[[Row, frozenset[str]], Result]
+    ) -> ReportPage[Result]:
+        """What was found as a page, each row told with the groups' names, and the way to the next one."""
+        buckets = [
+            Bucket(
+                start_time=each.start_s,
+                end_time=each.end_s,
+                results=[tell(row, self.grouped) for row in each.rows if self.matches],
+            )
+            for each in found
+        ]
         more = self.query.end_s < self.end_s
         next_page = f"page_{self.query.end_s}" if more else None
         return ReportPage(data=buckets, has_more=more, next_page=next_page)
@@ -84,8 +94,8 @@ async def page_of(request: Request, report: Report) -> Page:
     if not 1 <= limit <= most:
         raise invalid(f"'limit' lies between 1 and {most}.", "limit")
     end_s = _number(request, "end_time", int(time.time()) + 1)
-    start_s = await _start(request, end_s, most * _WIDTH_S[width])
-    page_end_s = min(end_s, (start_s // _WIDTH_S[width] + limit) * _WIDTH_S[width])
+    start_s = await _start(request, end_s, most * WIDTH_S[width])
+    page_end_s = min(end_s, (start_s // WIDTH_S[width] + limit) * WIDTH_S[width])
     ours: list[GroupBy | None] = [report.groups[name] for name in dict.fromkeys(grouped)]
     groups: list[GroupBy] = [name for name in ours if name is not None]
     filters = _listed(request, "models"), _listed(request, "api_key_ids")
@@ -142,6 +152,3 @@ def _listed(request: Request, name: str) -> tuple[str, ...]:
     if len(items) > _MAX_LISTED:
         raise invalid(f"'{name}' may hold at most {_MAX_LISTED} items.", name)
     return items
-
-
-assert set(_WIDTH_S) == set(get_args(BucketWidth))

@@ -42,7 +42,7 @@ from tenants.tables import (
     WebhookDelivery,
     WebhookEndpoint,
 )
-from tenants.usage_query import UsageBucket, UsageQuery, UsageRow
+from tenants.usage_query import TimeBucket, UsageQuery, UsageRow
 from tenants.usage_repository import UsageRepository
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "RateCardRepository",
     "RecordRepository",
     "TenantRepository",
-    "UsageBucket",
+    "TimeBucket",
     "UsageQuery",
     "UsageRepository",
     "UsageRow",

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from tenants.errors import InvalidValue
 from tenants.meter import FlowClass
 
 BucketWidth: TypeAlias = Literal["1m", "1h", "1d"]
 GroupBy: TypeAlias = Literal["model", "api_key_id", "project_id", "flow_class", "line_item"]
+
+Row = TypeVar("Row")
 
 WIDTH_S: dict[BucketWidth, int] = {"1m": 60, "1h": 3600, "1d": 86_400}
 _MAX_BUCKETS = {"1m": 1440, "1h": 168, "1d": 366}
@@ -81,17 +83,12 @@ class CostRow:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageBucket:
+class TimeBucket(Generic[Row]):
+    """The rows of [start_s, end_s), in Unix seconds."""
+
     start_s: int
     end_s: int
-    rows: list[UsageRow]
-
-
-@dataclass(frozen=True, slots=True)
-class CostBucket:
-    start_s: int
-    end_s: int
-    rows: list[CostRow]
+    rows: list[Row]
 
 
 def _midnights(start_s: int, end_s: int, zone: tzinfo) -> list[int]:

@@ -6,7 +6,7 @@ from sqlalchemy import ColumnElement, Table
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.rollups import SUMMED_METERS
-from tenants.usage_query import CostBucket, CostRow, GroupBy, UsageBucket, UsageQuery, UsageRow
+from tenants.usage_query import CostRow, GroupBy, TimeBucket, UsageQuery, UsageRow
 from tenants.usage_sums import Found, charged
 
 _COLUMNS: dict[GroupBy, str] = {
@@ -26,10 +26,10 @@ class UsageRepository:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def usage_buckets(self, tenant_id: str | None, query: UsageQuery) -> list[UsageBucket]:
+    async def usage_buckets(self, tenant_id: str | None, query: UsageQuery) -> list[TimeBucket[UsageRow]]:
         """Raises InvalidValue for a group that usage does not have."""
         query.check_groups(*_COLUMNS)
-        buckets = [UsageBucket(*interval, []) for interval in query.intervals()]
+        buckets: list[TimeBucket[UsageRow]] = [TimeBucket(*interval, []) for interval in query.intervals()]
         for (number, labels), sums in sorted((await self._found(tenant_id, query, query.group_by)).items()):
             uncached, cached, output, requests = (sums.quantities[meter] for meter in SUMMED_METERS)
             if requests:
@@ -38,10 +38,10 @@ class UsageRepository:
                 buckets[number].rows.append(row)
         return buckets
 
-    async def cost_buckets(self, tenant_id: str | None, query: UsageQuery) -> list[CostBucket]:
+    async def cost_buckets(self, tenant_id: str | None, query: UsageQuery) -> list[TimeBucket[CostRow]]:
         """Ledger amounts; ``line_item`` is the meter. Raises InvalidValue for a group that costs do not have."""
         query.check_groups("line_item", "api_key_id", "project_id")
-        buckets = [CostBucket(*interval, []) for interval in query.intervals()]
+        buckets: list[TimeBucket[CostRow]] = [TimeBucket(*interval, []) for interval in query.intervals()]
         groups: list[GroupBy] = [name for name in query.group_by if name != "line_item"]
         for (number, labels), sums in sorted((await self._found(tenant_id, query, groups)).items()):
             named = dict(zip(groups, labels, strict=True))

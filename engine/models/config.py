@@ -225,11 +225,6 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def dtype_name(raw: dict[str, Any]) -> str:
-    """The dtype that the checkpoint names ("bfloat16", …), '' when it names none."""
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
-
-
 def _refuse_unknown_choices(raw: dict[str, Any]) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedConfig(f"hidden_act {raw['hidden_act']!r}: only silu is computed")

@@ -117,8 +117,8 @@ class Decoder:
     """A Llama-like decoder on one device.
 
     ``weights`` go by Hugging Face's names, all of one dtype but those of 8 bits, whose scales stand under their names
-    with SCALE. What is fused or packed is copied, the rest (the
-    embedding, norms) is kept by reference; none is ever written. A missing weight is a KeyError.
+    with SCALE. What is fused or packed is copied, the rest (the embedding, norms) is kept by reference; none is ever
+    written. A missing weight is a KeyError.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:

@@ -5,7 +5,7 @@ from litestar import Request, get
 from gateway.access import needs
 from gateway.parts import parts_of, principal_of
 from gateway.report_query import COSTS, USAGE, page_of
-from gateway.resources import Amount, Bucket, CostResult, ReportPage, UsageResult
+from gateway.resources import Amount, CostResult, ReportPage, UsageResult
 from gateway.work import TIER_OF
 from tenants.repositories import UsageRepository, UsageRow
 from tenants.usage_query import CostRow
@@ -18,16 +18,7 @@ async def usage_completions(request: Request) -> ReportPage[UsageResult]:
     principal, page = principal_of(request), await page_of(request, USAGE)
     async with parts_of(request).database.session() as session:
         buckets = await UsageRepository(session).usage_buckets(principal.tenant_id, page.query)
-    return page.answer(
-        [
-            Bucket(
-                start_time=each.start_s,
-                end_time=each.end_s,
-                results=[_used(row, page.grouped) for row in each.rows if page.matches],
-            )
-            for each in buckets
-        ]
-    )
+    return page.answer(buckets, _used)
 
 
 @get("/v1/organization/costs", opt=needs("usage"))
@@ -35,16 +26,7 @@ async def costs(request: Request) -> ReportPage[CostResult]:
     principal, page = principal_of(request), await page_of(request, COSTS)
     async with parts_of(request).database.session() as session:
         buckets = await UsageRepository(session).cost_buckets(principal.tenant_id, page.query)
-    return page.answer(
-        [
-            Bucket(
-                start_time=each.start_s,
-                end_time=each.end_s,
-                results=[_cost(row, page.grouped) for row in each.rows if page.matches],
-            )
-            for each in buckets
-        ]
-    )
+    return page.answer(buckets, _cost)
 
 
 def _used(row: UsageRow, grouped: frozenset[str]) -> UsageResult:
