@@ -30,9 +30,10 @@ def test_each_request_around_a_price_change_has_the_price_of_its_admission(tmp_p
         old, new = house.on_loop(triple_prices(house, midnight))
 
         def ask_until_it_is_over(_: int) -> int:
-            num_asked = 0
+            num_asked = sent_ns = 0
             with house.http(key) as http:
-                while time.time_ns() < midnight + SECOND // 2:
+                while sent_ns < midnight + SECOND // 2:  # the last one is sent behind it, however slow the others were
+                    sent_ns = time.time_ns()
                     assert http.post("/completions", json=BODY).status_code == 200
                     num_asked += 1
             return num_asked
