@@ -9,16 +9,16 @@ from datetime import UTC, datetime
 import anyio
 
 from gateway.call import Call
-from gateway.credit import Credit
 from gateway.errors import ApiError
-from gateway.limiter import Limiter
+from gateway.limits.credit import Credit
+from gateway.limits.limiter import Limiter
+from gateway.limits.tickets import Ticket, Tickets, spend_of
 from gateway.settlement import Settlement
-from gateway.tickets import Ticket, Tickets, spend_of
 from gateway.work import Work
-from tenants.budgets import Spend
 from tenants.errors import StoreUnavailable
 from tenants.pricing import RateCard
-from tenants.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation
+from tenants.quota.budgets import Spend
+from tenants.quota.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation
 
 EXTEND_TOKENS = 256  # a block of further output tokens of each choice
 

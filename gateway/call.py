@@ -14,7 +14,7 @@ from typing import Any
 from litestar.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
-from gateway.trace_context import parent_of
+from gateway.tracing.context import parent_of
 from tenants.directory import Principal
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the caller sees the 413

@@ -40,7 +40,7 @@ def main() -> None:
 @main.command("serve", params=list(serve_options()))
 def serve(**options: Any) -> None:
     """Start everything on this machine; SIGTERM or Ctrl-C drains it."""
-    from gateway.supervisor import serve as run
+    from gateway.serve.supervisor import serve as run
 
     settings = Settings.from_options(options)
     log_to_stderr(settings.log_level)

@@ -14,8 +14,8 @@ from engine.client import EngineClient, EngineLost, EngineStream, Event
 from gateway.admission import Admission
 from gateway.call import Call
 from gateway.errors import ApiError, from_engine
+from gateway.limits.tickets import Ticket
 from gateway.phases import Phases
-from gateway.tickets import Ticket
 from gateway.work import Work
 from tenants.meter import RequestContext, seal
 from tenants.pricing import Quantities, price

@@ -15,7 +15,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from gateway.call import Call
 from gateway.errors import ApiError, invalid
-from gateway.receipts import receipt_of
+from gateway.views.receipts import receipt_of
 from gateway.work import Work
 from tenants.database import Database
 from tenants.idempotency import LEASE_NS, IdempotencyKey, IdempotencyRepository

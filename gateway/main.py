@@ -24,19 +24,18 @@ import uvloop
 from redis.asyncio import Redis
 
 from engine.client import EngineClient, EngineLost
-from gateway import scrape
-from gateway.adapter_meter import AdapterMeter
-from gateway.adapter_sweep import AdapterSweep
-from gateway.adapters import Adapters
+from gateway.adapters.adapters import Adapters
+from gateway.adapters.corrupt import CorruptAdapters
+from gateway.adapters.meter import AdapterMeter
+from gateway.adapters.sweep import AdapterSweep
 from gateway.admission import Admission
 from gateway.app import build_app
-from gateway.bookings import Bookings
-from gateway.corrupt_adapters import CorruptAdapters
 from gateway.dispatch import Dispatch
 from gateway.failures import FailedAttempts
-from gateway.grammar_check import GrammarCheck
 from gateway.idempotency import Idempotency
 from gateway.left_behind import LeftBehind
+from gateway.limits.bookings import Bookings
+from gateway.limits.spending import build_spending
 from gateway.logs import log_to_stderr
 from gateway.memory import give_back, keep_small
 from gateway.models import Catalog
@@ -44,27 +43,28 @@ from gateway.parts import Parts
 from gateway.pipeline import Pipeline
 from gateway.protocol import DEFAULT_BOUNDS, Bounds, HttpProtocol
 from gateway.refusals import Refusals
+from gateway.serve import scrape
 from gateway.settings import EngineAddress, Settings
 from gateway.settlement import Settlement
 from gateway.slo_watch import SloWatcher
-from gateway.span_sink import otlp_sink
-from gateway.spending import build_spending
 from gateway.targets import Targets
 from gateway.telemetry import Metrics, Telemetry
+from gateway.text.grammar_check import GrammarCheck
+from gateway.tracing.sink import otlp_sink
 from gateway.webhooks.addresses import Resolver
 from gateway.webhooks.courier import Courier
 from gateway.webhooks.endpoints import Webhooks
 from gateway.webhooks.poster import Poster
 from gateway.work import Reader
-from tenants.alerts import AlertFold
-from tenants.blobs import BlobStore
+from tenants.adapters.blobs import BlobStore
+from tenants.adapters.staged import StagedUploads
 from tenants.database import Database
 from tenants.directory import Directory
 from tenants.ledger import Ledger
+from tenants.quota.alerts import AlertFold
+from tenants.quota.wallet import WalletFold
 from tenants.secrets import Secrets
 from tenants.slo.sums import SloFold
-from tenants.staged_uploads import StagedUploads
-from tenants.wallet import WalletFold
 
 ENGINES_READY_S = 30.0
 OTHER_FILES = 512  # beside connections: stores, engines, blobs, uploads

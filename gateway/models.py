@@ -7,10 +7,10 @@ import msgspec
 
 from engine.client import EngineClient
 from engine.wire import ModelCard, Welcome
-from gateway.chat import ChatTemplate
 from gateway.errors import ApiError
 from gateway.memory import give_back
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.chat import ChatTemplate
+from gateway.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,17 @@ from litestar.connection import ASGIConnection
 from litestar.handlers import BaseRouteHandler
 
 from gateway.access import access_of
-from gateway.adapters import Adapters
+from gateway.adapters.adapters import Adapters
 from gateway.auth import authenticate
 from gateway.call import call_of
 from gateway.models import Catalog
 from gateway.pipeline import Pipeline
 from gateway.targets import Targets
 from gateway.webhooks.endpoints import Webhooks
-from tenants.blobs import BlobStore
+from tenants.adapters.blobs import BlobStore
+from tenants.adapters.staged import StagedUploads
 from tenants.database import Database
 from tenants.directory import Principal
-from tenants.staged_uploads import StagedUploads
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import msgspec
 
 from engine import wire
 from gateway.call import Call
-from gateway.choices import Choice, Piece, ScoredToken
 from gateway.dispatch import Flight
 from gateway.errors import ApiError, as_api_error, sse_error
-from gateway.formats import ChatFormat, Format, TextFormat
 from gateway.sse import EventStream
-from gateway.tool_format import ToolFormat
+from gateway.text.choices import Choice, Piece, ScoredToken
+from gateway.text.formats import ChatFormat, Format, TextFormat
+from gateway.text.tool_format import ToolFormat
 from gateway.work import Work
 
 _log = logging.getLogger("gateway.streaming")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.client import AdapterFile
 from gateway.errors import model_not_found
 from gateway.models import Catalog, ServedModel
-from tenants.blobs import BlobStore
+from tenants.adapters.blobs import BlobStore
 from tenants.database import Database
 from tenants.directory import Principal
 from tenants.repositories import AdapterRepository

@@ -12,9 +12,9 @@ from engine.wire import OUTCOME_LOST
 from gateway.call import Call
 from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
-from gateway.span_sink import SpanSink
 from gateway.top_tenants import TopTenants
-from gateway.tracing import refused_trace, request_trace
+from gateway.tracing.request_trace import refused_trace, request_trace
+from gateway.tracing.sink import SpanSink
 from gateway.work import Work
 
 _log = logging.getLogger("gateway.request")

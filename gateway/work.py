@@ -8,13 +8,13 @@ from typing import Literal, TypeAlias, cast
 from engine.wire import FlowClass, SamplingParams
 from gateway import schemas
 from gateway.errors import ApiError, invalid
-from gateway.grammar import form_of_chat, form_of_text
-from gateway.grammar_check import GrammarCheck
 from gateway.models import TextSide
 from gateway.sampling import check_ids, sampling_params
 from gateway.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
 from gateway.targets import Target, Targets
-from gateway.tools import Tools
+from gateway.text.grammar import form_of_chat, form_of_text
+from gateway.text.grammar_check import GrammarCheck
+from gateway.text.tools import Tools
 from tenants.directory import Principal
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy route has it

@@ -15,9 +15,9 @@ from tenants.meter import RequestContext
 from tenants.postings import number_postings
 from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
 from tenants.repositories import RateCardRepository
-from tenants.rollups import add_booked
 from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
 from tenants.tables import LedgerEntry, RequestRecord
+from tenants.usage.rollups import add_booked
 
 OUTCOME_LOST = 0
 _NAMESPACE = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")  # ours, fixed for ever: entry ids depend on it

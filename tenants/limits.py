@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from tenants.budgets import ScopeKind
 from tenants.errors import InvalidValue
-from tenants.quota import Limits
+from tenants.quota.budgets import ScopeKind
+from tenants.quota.quota import Limits
 from tenants.tables import MAX_NAME_LENGTH, ApiKey, Tenant
 
 CLASSES = ("interactive", "standard", "batch")

@@ -15,12 +15,12 @@ from sqlalchemy import ColumnElement, Table, and_, func, literal, select, text
 from sqlmodel import col
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.cover import cover
 from tenants.errors import InvalidValue
 from tenants.money import exact_sum, total
-from tenants.rollups import SUMMED_METERS
 from tenants.tables import LedgerEntry, ReplicaTime, RequestRecord, UsageRollup, UsageSeries
 from tenants.tables.ledger import COSTLY, NOT_SUMMED
+from tenants.usage.cover import cover
+from tenants.usage.rollups import SUMMED_METERS
 
 Dimension: TypeAlias = Literal["tenant", "model", "adapter", "class"]
 Account: TypeAlias = Literal["load", "recompute", "lost", "idle", "overhead", "unsettled"]

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.adapter_repository import AdapterRepository, NewVersion
+from tenants.adapters.repository import AdapterRepository, NewVersion
 from tenants.errors import InvalidValue, NameTaken, NotFound
 from tenants.key_repository import KeyRepository, OperatorRepository
 from tenants.limits import (
@@ -42,8 +42,8 @@ from tenants.tables import (
     WebhookDelivery,
     WebhookEndpoint,
 )
-from tenants.usage_query import TimeBucket, UsageQuery, UsageRow
-from tenants.usage_repository import UsageRepository
+from tenants.usage.query import TimeBucket, UsageQuery, UsageRow
+from tenants.usage.repository import UsageRepository
 
 __all__ = [
     "KEY_LIMITS",

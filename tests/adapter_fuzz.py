@@ -13,10 +13,10 @@ import torch
 from engine.models.config import module_sizes
 from engine.models.decoder import Decoder
 from engine.weights.adapter import AdapterWeights, read_adapter
-from tenants.adapter_header import BadHeader, read_header
-from tenants.adapter_shape import AdapterShape
-from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
-from tenants.blobs import BlobStore
+from tenants.adapters.blobs import BlobStore
+from tenants.adapters.gate import CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapters.header import BadHeader, read_header
+from tenants.adapters.shape import AdapterShape
 from tests import expert_files
 from tests.adapter_files import Allowed
 from tests.adapter_mutants import Mutant

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tenants.adapter_shape import AdapterShape, ExpertShape
+from tenants.adapters.shape import AdapterShape, ExpertShape
 
 NUM_EXPERTS, RANK, HIDDEN, WIDTH, LAYERS = 4, 2, 32, 12, (0, 1)
 EXPERTS = ExpertShape(NUM_EXPERTS, HIDDEN, WIDTH, LAYERS, served=True)

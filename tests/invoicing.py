@@ -7,7 +7,7 @@ from datetime import datetime
 from zoneinfo import ZoneInfo
 
 from tenants.database import Database
-from tenants.invoices import Draft, InvoiceRepository, Issued, Order
+from tenants.invoices.invoices import Draft, InvoiceRepository, Issued, Order
 from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, PriceKey, RateCard, default_prices

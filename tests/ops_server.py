@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from gateway import bootstrap, supervisor
-from gateway.fleet import Fleet
+from gateway.serve import bootstrap, supervisor
+from gateway.serve.fleet import Fleet
 from gateway.settings import Settings, serve_options
 from tests.stores import valkey_server
 

@@ -1,4 +1,4 @@
-"""Canonical adapter files (``tenants/adapters.py`` writes them) → LoRA pairs.
+"""Canonical adapter files (``tenants/adapters/gate.py`` writes them) → LoRA pairs.
 
 One safetensors file: metadata ``format`` = ``tenora-lora-1`` and ``pairs`` = JSON list of [layer, module, rank,
 scale]; tensors ``{layer}.{module}.A`` [r, in] and ``.B`` [out, r]. Its SHA-256 is the adapter version.

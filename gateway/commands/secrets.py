@@ -22,8 +22,8 @@ def secrets_rotate(home: Path, path: Path | None, as_json: bool) -> None:
     Keys made from the next start on have the new pepper. Those from before stay valid: `tenora key rotate` gives each
     a successor (`tenora key list --json` shows a key's pepper). Of several hosts, stop all and copy the file to all.
     """
+    from gateway.serve.supervisor import only_one
     from gateway.settings import CannotStart
-    from gateway.supervisor import only_one
     from tenants.errors import UnsafeSecrets
     from tenants.secrets import rotate
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from gateway.children import Child, Command
 from gateway.launchers import EngineHandle, EngineSpec, OnExit
+from gateway.serve.children import Child, Command
 
 
 class LocalEngine(Child):

@@ -7,17 +7,17 @@ from litestar import Request, Response, delete, get, post, put
 from litestar.params import FromPath
 
 from gateway.access import needs
-from gateway.adapter_check import disk_may_be_full
-from gateway.adapters import Candidate, not_found
+from gateway.adapters.adapters import Candidate, not_found
+from gateway.adapters.check import disk_may_be_full
+from gateway.adapters.upload import CONFIG, FILES, WEIGHTS, read_file, read_upload
 from gateway.call import call_of
 from gateway.errors import ApiError, invalid
 from gateway.parts import Parts, parts_of, principal_of
 from gateway.resources import AdapterBody, AdapterDetail, AdapterFile, Deleted, Listed, LiveVersion
 from gateway.schemas import MAX_BODY_BYTES, Commit, Rollback, decode
-from gateway.upload import CONFIG, FILES, WEIGHTS, read_file, read_upload
+from tenants.adapters.staged import MAX_AGE_S
 from tenants.directory import Principal
 from tenants.errors import LimitExceeded, NotFound
-from tenants.staged_uploads import MAX_AGE_S
 from tenants.tables import AdapterVersion
 
 

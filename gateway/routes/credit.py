@@ -6,7 +6,7 @@ from gateway.access import needs
 from gateway.errors import ApiError
 from gateway.parts import parts_of, principal_of
 from gateway.resources import CreditBody
-from tenants.wallet import WalletRepository
+from tenants.quota.wallet import WalletRepository
 
 
 @get("/v1/organization/credit", opt=needs("usage"))

@@ -6,12 +6,12 @@ from litestar import Request, Response, get
 from litestar.params import FromPath
 
 from gateway.access import needs
-from gateway.documents import format_of
 from gateway.errors import ApiError
-from gateway.invoice_bodies import INVOICE_FORMATS, InvoiceHead, invoice_answer, invoice_head
 from gateway.parts import parts_of, principal_of
 from gateway.resources import Listed
-from tenants.invoices import InvoiceRepository
+from gateway.views.documents import format_of
+from gateway.views.invoices import INVOICE_FORMATS, InvoiceHead, invoice_answer, invoice_head
+from tenants.invoices.invoices import InvoiceRepository
 
 
 @get("/v1/organization/invoices", opt=needs("usage"))

@@ -3,7 +3,7 @@
 from litestar import Response, get
 
 from gateway.access import needs_no_key
-from gateway.openapi import PATH, document
+from gateway.openapi.document import PATH, document
 
 
 @get(PATH, sync_to_thread=False, opt=needs_no_key())

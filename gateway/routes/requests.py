@@ -6,8 +6,8 @@ from litestar.params import FromPath
 from gateway.access import needs
 from gateway.errors import ApiError
 from gateway.parts import parts_of, principal_of
-from gateway.receipts import receipt_of
 from gateway.resources import Receipt
+from gateway.views.receipts import receipt_of
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 

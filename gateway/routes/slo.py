@@ -5,7 +5,7 @@ from litestar import Request, Response, get
 from gateway.access import needs
 from gateway.errors import invalid, invalid_key
 from gateway.parts import parts_of, principal_of
-from gateway.slo_answer import answer
+from gateway.views.slo import answer
 from tenants.errors import InvalidValue
 from tenants.repositories import TenantRepository
 

@@ -4,11 +4,11 @@ from litestar import Request, get
 
 from gateway.access import needs
 from gateway.parts import parts_of, principal_of
-from gateway.report_query import COSTS, USAGE, page_of
 from gateway.resources import Amount, CostResult, ReportPage, UsageResult
+from gateway.views.report_query import COSTS, USAGE, page_of
 from gateway.work import TIER_OF
 from tenants.repositories import UsageRepository, UsageRow
-from tenants.usage_query import CostRow
+from tenants.usage.query import CostRow
 
 _PICO = 10**12
 

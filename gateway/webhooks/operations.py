@@ -1,6 +1,6 @@
 """The operations of webhooks and events, for the OpenAPI document."""
 
-from gateway.operation import BODY, KEYED, LABELS, STRING, Operation, Parameter
+from gateway.openapi.operation import BODY, KEYED, LABELS, STRING, Operation, Parameter
 from gateway.resources import Listed
 from gateway.webhooks.resources import (
     DeliveryBody,

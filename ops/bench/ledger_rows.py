@@ -24,11 +24,11 @@ from tenants.bulk import insert_new
 from tenants.database import Database, create_engine
 from tenants.money import limbs
 from tenants.pricing import ANY, RateCard
-from tenants.rollup_check import coarser_sums, differences
-from tenants.rollups import DIMENSIONS, KEY, SUMMED_METERS, SUMS, series_id
 from tenants.tables import LedgerEntry, RequestRecord, UsageSeries
-from tenants.usage_query import UsageQuery
-from tenants.usage_repository import UsageRepository
+from tenants.usage.query import UsageQuery
+from tenants.usage.repository import UsageRepository
+from tenants.usage.rollup_check import coarser_sums, differences
+from tenants.usage.rollups import DIMENSIONS, KEY, SUMMED_METERS, SUMS, series_id
 
 NUM_TENANTS = 100
 MONTH_S = 31 * 86_400

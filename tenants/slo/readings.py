@@ -9,15 +9,15 @@ from sqlalchemy import ColumnElement, Table, func
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.cover import cover
-from tenants.rollups import SUMMED_METERS
 from tenants.slo.burn import Counts
 from tenants.slo.histogram import Histogram
 from tenants.slo.objectives import Objectives
 from tenants.slo.sums import ALL, Minute, decode_minute, model_name
 from tenants.slo.verdict import Verdict, judge_refusal
 from tenants.tables import LatencyMinute, RefusalMinute, ReplicaTime, SloMinute, UsageRollup, UsageSeries
-from tenants.usage_sums import charged
+from tenants.usage.cover import cover
+from tenants.usage.rollups import SUMMED_METERS
+from tenants.usage.sums import charged
 
 QUARTER_S = 900  # every zone's days and hours begin with one
 HEARD_S = 3600  # an engine that is gone for longer holds nothing back

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from gateway.tools import CALL_OPEN
+from gateway.text.tools import CALL_OPEN
 from tests.schemas import SCHEMAS
 from tests.served import DEFAULT_MODEL, Served
 

@@ -17,8 +17,8 @@ from engine.grammar import Compiler, Matcher, is_allowed
 from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.weights import LoadedModel, load_model
-from gateway.grammar import form_of_text
 from gateway.schemas import JsonSchema, ResponseFormat
+from gateway.text.grammar import form_of_text
 from tests.schemas import SCHEMAS
 
 pytestmark = pytest.mark.long

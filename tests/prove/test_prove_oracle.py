@@ -20,8 +20,8 @@ from engine.models.config import module_sizes
 from engine.models.decoder import Decoder
 from engine.weights import LoadedModel, load_model
 from engine.weights.adapter import AdapterWeights, read_adapter
-from tenants.adapter_shape import AdapterShape
-from tenants.adapters import canonicalise
+from tenants.adapters.gate import canonicalise
+from tenants.adapters.shape import AdapterShape
 from tests.answers import Answer, expected_logits, greedy_answers
 from tests.families import HfModel, family_config
 from tests.tiny_steps import Steps

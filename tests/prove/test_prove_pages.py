@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.invoice_bodies import invoice_body
-from tenants.invoice_lines import LineKey, Sums, cents_of, rounding_line, usage_lines
-from tenants.invoice_text import invoice_page
-from tenants.invoices import Issued
+from gateway.views.invoices import invoice_body
+from tenants.invoices.invoices import Issued
+from tenants.invoices.lines import LineKey, Sums, cents_of, rounding_line, usage_lines
+from tenants.invoices.text import invoice_page
 from tenants.pricing import ADAPTER_METERS, DEFAULT_PRICES, METERS, unit_of
 from tenants.tables import Invoice
 from tests.invoicing import instant

@@ -7,7 +7,7 @@ from litestar import Controller, Request, get
 from litestar.datastructures import State
 
 from gateway.administration import needs, session_of
-from gateway.bodies import Body, event_body, listed
+from gateway.views.rows import Body, event_body, listed
 from tenants.audit_log import AuditLog
 
 MAX_EVENTS = 1000

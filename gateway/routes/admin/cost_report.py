@@ -5,8 +5,8 @@ from litestar import Controller, Request, get
 from litestar.datastructures import State
 
 from gateway.administration import needs, session_of
-from gateway.bodies import Body
-from gateway.margin_view import CostQuery, cost_body
+from gateway.views.margins import CostQuery, cost_body
+from gateway.views.rows import Body
 from tenants.margins import margins
 
 

@@ -6,13 +6,13 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 
 from gateway.administration import change, found, needs, session_of
-from gateway.bodies import Body
 from gateway.errors import ApiError
+from gateway.views.rows import Body
 from tenants.audit_log import Change
 from tenants.errors import GrantDiffers
+from tenants.quota.wallet import WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.tables import Wallet
-from tenants.wallet import WalletRepository
 
 
 class NewGrant(msgspec.Struct, forbid_unknown_fields=True):

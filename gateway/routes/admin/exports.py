@@ -9,12 +9,12 @@ from litestar import Controller, Request, Response, get
 from litestar.datastructures import State
 
 from gateway.administration import needs, session_of
-from gateway.bodies import Body, listed
 from gateway.errors import invalid
+from gateway.views.rows import Body, listed
 from tenants.postings import Place, entries_from
 from tenants.repositories import TenantRepository
 from tenants.tables import LedgerEntry
-from tenants.usage_events import cloud_event, meter_events
+from tenants.usage.events import cloud_event, meter_events
 
 MAX_ENTRIES = 1000
 BATCH = "application/cloudevents-batch+json"

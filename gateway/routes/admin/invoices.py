@@ -10,10 +10,9 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 
 from gateway.administration import change, found, needs, session_of
-from gateway.bodies import Body, listed
-from gateway.documents import format_of
 from gateway.errors import ApiError
-from gateway.invoice_bodies import (
+from gateway.views.documents import format_of
+from gateway.views.invoices import (
     INVOICE_FORMATS,
     credit_note_body,
     focus_answer,
@@ -21,10 +20,11 @@ from gateway.invoice_bodies import (
     invoice_body,
     invoice_head,
 )
+from gateway.views.rows import Body, listed
 from tenants.audit_log import Change
-from tenants.credit_notes import CreditNoteRepository
 from tenants.errors import Superseded
-from tenants.invoices import InvoiceRepository, Issued, Order
+from tenants.invoices.credit_notes import CreditNoteRepository
+from tenants.invoices.invoices import InvoiceRepository, Issued, Order
 
 MAX_INVOICES = 1000  # of a page
 MAX_TRIES = 3

@@ -8,8 +8,8 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 
 from gateway.administration import Instant, Rotation, change, found, needs, optional_body, session_of
-from gateway.bodies import Body, key_body, key_limits_body, listed
 from gateway.routes.admin.tenants import tenant_of
+from gateway.views.rows import Body, key_body, key_limits_body, listed
 from tenants import keys
 from tenants.audit_log import Change
 from tenants.repositories import KEY_SCOPES, KeyRepository

@@ -4,7 +4,7 @@ from litestar import Controller, get
 from litestar.datastructures import State
 
 from gateway.administration import needs
-from gateway.bodies import Body, listed
+from gateway.views.rows import Body, listed
 
 
 class Machines(Controller):

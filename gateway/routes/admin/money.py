@@ -5,8 +5,8 @@ from litestar import Controller, Request, get
 from litestar.datastructures import State
 
 from gateway.administration import found, needs, session_of
-from gateway.bodies import Body, listed
-from gateway.ledger_view import EntryQuery, entries, entry_body
+from gateway.views.ledger import EntryQuery, entries, entry_body
+from gateway.views.rows import Body, listed
 from tenants.repositories import TenantRepository
 
 

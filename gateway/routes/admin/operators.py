@@ -6,7 +6,7 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 
 from gateway.administration import Instant, Rotation, change, found, needs, optional_body, session_of
-from gateway.bodies import Body, listed, operator_body
+from gateway.views.rows import Body, listed, operator_body
 from tenants import keys
 from tenants.audit_log import Change
 from tenants.repositories import OperatorRepository

@@ -9,8 +9,8 @@ from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 
 from gateway.administration import Instant, change, found, needs, session_of
-from gateway.bodies import Body, listed, rate_card_body
 from gateway.errors import ApiError
+from gateway.views.rows import Body, listed, rate_card_body
 from tenants.audit_log import Change
 from tenants.errors import InvalidValue
 from tenants.pricing import ANY

@@ -8,9 +8,9 @@ from litestar import Controller, Request, Response, delete, get, put
 from litestar.datastructures import State
 
 from gateway.administration import change, found, needs, session_of
-from gateway.bodies import Body, listed, objective_body
 from gateway.errors import ApiError
-from gateway.slo_answer import answer
+from gateway.views.rows import Body, listed, objective_body
+from gateway.views.slo import answer
 from tenants.audit_log import Change
 from tenants.errors import InvalidValue
 from tenants.repositories import TenantRepository

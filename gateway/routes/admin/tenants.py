@@ -11,9 +11,9 @@ from litestar.params import FromPath, JSONBody
 from litestar.response import Stream
 
 from gateway.administration import change, found, needs, session_of
-from gateway.bodies import Body, limits_of, listed, tenant_body
-from gateway.export import export_lines
-from tenants.adapter_hours import AdapterHours
+from gateway.views.export import export_lines
+from gateway.views.rows import Body, limits_of, listed, tenant_body
+from tenants.adapters.hours import AdapterHours
 from tenants.audit_log import Change
 from tenants.repositories import TENANT_LIMITS, TenantRepository
 from tenants.tables import Tenant

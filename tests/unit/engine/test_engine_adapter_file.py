@@ -11,8 +11,8 @@ import torch
 
 from engine.weights.adapter import read_adapter
 from engine.weights.errors import CorruptAdapter
-from tenants.adapter_shape import AdapterShape
-from tenants.adapters import canonicalise
+from tenants.adapters.gate import canonicalise
+from tenants.adapters.shape import AdapterShape
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,7 +23,7 @@ class Allowed:
 
 
 def canonical(pairs: list[list[Any]], tensors: dict[str, torch.Tensor], form: str = "tenora-lora-1") -> bytes:
-    """The format by its own words (contract of tenants/adapters.py), written anew."""
+    """The format by its own words (contract of tenants/adapters/gate.py), written anew."""
     names = {torch.float32: "F32", torch.bfloat16: "BF16"}
     header: dict[str, Any] = {"__metadata__": {"format": form, "pairs": json.dumps(pairs, separators=(",", ":"))}}
     data = b""

@@ -20,7 +20,7 @@ from engine.weights.errors import UnsupportedModel
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import RULES, card_from_gguf
 from engine.wire import TokenizerCard
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer
 
 DEFAULT_GGUF = Path(__file__).parents[3] / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CORPUS = [

@@ -5,8 +5,8 @@ import time
 from gateway_harness import House
 from sqlmodel import col, select
 
-from gateway.adapter_meter import AdapterMeter
-from tenants.adapter_hours import LOOK_NS
+from gateway.adapters.meter import AdapterMeter
+from tenants.adapters.hours import LOOK_NS
 from tenants.tables import AdapterResidency, AdapterVersion
 from tests.tiny import tiny_adapter, write_peft_dir
 

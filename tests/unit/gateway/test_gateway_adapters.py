@@ -9,7 +9,7 @@ import httpx
 import pytest
 from gateway_harness import House
 
-from gateway.adapter_check import Job, check
+from gateway.adapters.check import Job, check
 from gateway.errors import ApiError
 from tests.tiny import tiny_adapter, write_peft_dir
 

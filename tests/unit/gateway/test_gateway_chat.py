@@ -4,10 +4,10 @@ import pytest
 from tokenizers import AddedToken
 
 from engine.wire import TokenizerCard
-from gateway.chat import ChatTemplate
 from gateway.errors import ApiError
 from gateway.schemas import FunctionCall, Message, Part, ToolCall
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.chat import ChatTemplate
+from gateway.text.tokenizer import ModelTokenizer
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from engine.wire import Delta, FinishReason, TokenizerCard, TokenLogprobs, pack_ids
-from gateway.choices import Choice, Piece, StopFinder
-from gateway.formats import content_logprob, text_logprobs
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.choices import Choice, Piece, StopFinder
+from gateway.text.formats import content_logprob, text_logprobs
+from gateway.text.tokenizer import ModelTokenizer
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 EMOJI = "a👩‍👩‍👧‍👦🇩🇪北京é b"

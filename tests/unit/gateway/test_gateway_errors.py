@@ -6,7 +6,7 @@ import pytest
 
 from gateway.admission import rate_limit_headers
 from gateway.errors import ENGINE_CODES, TABLE, ApiError, from_engine, invalid_key, model_not_found, sse_error
-from tenants.quota import Headroom
+from tenants.quota.quota import Headroom
 
 
 @pytest.mark.parametrize("code", TABLE, ids=str)

@@ -180,7 +180,7 @@ def test_while_the_store_is_away_rates_are_kept_to_a_local_share_and_marked(frag
     assert (after.status_code, after.headers.get("x-ratelimit-degraded")) == (200, None)
     assert after.headers["x-ratelimit-remaining-requests"] == "2"
     assert fragile.metric("tenora_fallbacks_total", **name) == before + 4
-    changes = [record.getMessage() for record in caplog.records if record.name == "gateway.limiter"]
+    changes = [record.getMessage() for record in caplog.records if record.name == "gateway.limits.limiter"]
     assert len(changes) == 2
 
 
@@ -189,7 +189,7 @@ def test_while_the_store_is_away_money_is_not_spent_and_no_rate_goes_on_for_ever
     limited = fragile.new_tenant("limited-long", requests_per_minute=9)
     with stopped(fragile.valkey.process.pid), fragile.http(spender) as http, fragile.http(limited) as other:
         closed = http.post("/completions", json=ONE)
-        monkeypatch.setattr("gateway.limiter.LOCAL_FOR_S", 0.0)
+        monkeypatch.setattr("gateway.limits.limiter.LOCAL_FOR_S", 0.0)
         too_long = other.post("/completions", json=ONE)
     store_is_back(fragile)
 

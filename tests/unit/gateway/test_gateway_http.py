@@ -10,7 +10,7 @@ import httpx
 import pytest
 from gateway_harness import House, eventually
 
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}

@@ -71,7 +71,7 @@ def test_tokens_behind_a_stop_string_are_neither_reported_nor_billed(house: Hous
 
 
 def test_a_reservation_that_the_store_took_too_late_is_given_back(fragile: House, monkeypatch):
-    monkeypatch.setattr("gateway.limiter.LOCAL_FOR_S", 0.0)
+    monkeypatch.setattr("gateway.limits.limiter.LOCAL_FOR_S", 0.0)
     key = fragile.new_tenant("late", tokens_per_minute=50, concurrent_requests=1)
     pool = fragile.parts.pipeline.admission.limiter.quota._redis.connection_pool
     with fragile.http(key) as http:

@@ -12,8 +12,8 @@ from gateway_harness import House
 from gateway.access import Access, handlers_of
 from gateway.app import public_app
 from gateway.errors import TABLE, ApiError
-from gateway.openapi import document
-from gateway.operations import OPERATIONS
+from gateway.openapi.document import document
+from gateway.openapi.operations import OPERATIONS
 
 DOCUMENT = json.loads(document())
 NOT_HERE = {  # the ops port's, and of methods that no route has

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from gateway_harness import ROOT, House, eventually
 
-from gateway import scrape
+from gateway.serve import scrape
 from gateway.settings import Settings
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "n": 8, "ignore_eos": True, "stream": True}

@@ -11,11 +11,11 @@ import pytest
 from gateway_harness import House, eventually, rows, running_house
 from redis import Redis
 
-from tenants.budgets import period_of
+from tenants.quota.budgets import period_of
+from tenants.quota.spend_repository import GatewayLeaseRepository
+from tenants.quota.wallet import Hold, WalletRepository
 from tenants.repositories import KeyRepository, TenantRepository
-from tenants.spend_repository import GatewayLeaseRepository
 from tenants.tables import LedgerEntry, RequestRecord, WalletHold
-from tenants.wallet import Hold, WalletRepository
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 PRICE = 3 * 50_000 + 4 * 100_000 + 1_000_000  # of BODY
@@ -179,7 +179,7 @@ def test_another_gateway_is_waited_for_until_it_has_said_what_it_holds_or_its_le
             await GatewayLeaseRepository(session).renew("another", time.time_ns() + int(seconds * 1e9))
 
     spending.on_loop(lease(600))
-    monkeypatch.setattr("gateway.recount.WAIT_S", 0.3)
+    monkeypatch.setattr("gateway.limits.recount.WAIT_S", 0.3)
     with spending.http(key) as http:
         refused = http.post("/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
@@ -269,7 +269,7 @@ def test_a_hold_that_no_record_will_resolve_is_swept_when_the_journals_are_empty
 
     spending.on_loop(leave_a_hold())
     assert spending.on_loop(credit.sweep()) == 0  # it is young
-    monkeypatch.setattr("gateway.credit.YOUNG_S", -1.0)
+    monkeypatch.setattr("gateway.limits.credit.YOUNG_S", -1.0)
     assert spending.on_loop(credit.sweep()) == 1
     assert balance(spending, key) == (PRICE, 0, 0)
     assert spending.on_loop(credit.sweep()) == 0

@@ -12,8 +12,8 @@ import pytest
 from gateway_harness import House, running_house
 
 from gateway.errors import ApiError
-from gateway.grammar import Form
-from gateway.grammar_check import MAX_VERDICTS, GrammarCheck
+from gateway.text.grammar import Form
+from gateway.text.grammar_check import MAX_VERDICTS, GrammarCheck
 
 SCHEMA = {
     "type": "object",

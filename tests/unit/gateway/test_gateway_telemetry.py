@@ -8,10 +8,10 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from gateway.call import Call
-from gateway.span_sink import SpanOptions, SpanSink, otlp_sink
 from gateway.telemetry import Metrics
-from gateway.trace_context import parent_of
-from gateway.tracing import Trace
+from gateway.tracing.context import parent_of
+from gateway.tracing.request_trace import Trace
+from gateway.tracing.sink import SpanOptions, SpanSink, otlp_sink
 from tests.otlp import collecting
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -9,12 +9,12 @@ import pytest
 
 from engine.grammar import Compiler, is_allowed
 from engine.wire import TokenizerCard
-from gateway.chat import ChatTemplate
 from gateway.errors import ApiError
-from gateway.grammar import MAX_GRAMMAR_BYTES, form_of_chat, form_of_text
 from gateway.schemas import ChatRequest, Message, ResponseFormat, decode
-from gateway.tokenizer import ModelTokenizer
-from gateway.tools import Argued, Called, Said, ToolReader
+from gateway.text.chat import ChatTemplate
+from gateway.text.grammar import MAX_GRAMMAR_BYTES, form_of_chat, form_of_text
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tools import Argued, Called, Said, ToolReader
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -15,7 +15,7 @@ from gateway_harness import House, eventually
 
 from gateway.access import handlers_of
 from gateway.app import public_app
-from gateway.openapi import document
+from gateway.openapi.document import document
 from gateway.schemas import MAX_BODY_BYTES
 
 TESTS = Path(__file__).parents[2]

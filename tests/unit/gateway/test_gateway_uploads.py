@@ -18,10 +18,10 @@ import httpx
 import pytest
 from gateway_harness import House, eventually
 
-from gateway.adapter_sweep import AdapterSweep
-from gateway.adapters import MAX_UPLOADS_AT_ONCE
+from gateway.adapters.adapters import MAX_UPLOADS_AT_ONCE
+from gateway.adapters.sweep import AdapterSweep
+from tenants.adapters.staged import MAX_STAGED_ADAPTERS
 from tenants.repositories import AdapterRepository
-from tenants.staged_uploads import MAX_STAGED_ADAPTERS
 from tests.tiny import tiny_adapter, write_peft_dir
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")

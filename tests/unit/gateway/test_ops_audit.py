@@ -18,7 +18,7 @@ from test_ops_slo import document
 from gateway.access import handlers_of
 from gateway.administration import needs
 from gateway.cli import main
-from gateway.ops_app import build_ops_app
+from gateway.serve.ops_app import build_ops_app
 from tests.invoicing import charge_on
 from tests.ops_server import OpsServer, ops_server_in_thread
 

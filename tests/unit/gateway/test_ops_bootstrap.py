@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway import bootstrap
+from gateway.serve import bootstrap
+from gateway.serve.supervisor import banner
 from gateway.settings import Settings
-from gateway.supervisor import banner
 from tenants import keys
 from tenants.repositories import KeyRepository, TenantRepository
 from tenants.secrets import rotate

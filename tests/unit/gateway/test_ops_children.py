@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gateway import valkey
-from gateway.children import Child, ChildFailed, Command
+from gateway.serve import valkey
+from gateway.serve.children import Child, ChildFailed, Command
 
 ROOT = Path(__file__).parents[3]
 STEADY = "print('now ready', flush=True); import signal; signal.pause()"
@@ -150,8 +150,8 @@ def test_children_die_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     code = """
         import asyncio, os, sys
         from pathlib import Path
-        from gateway import valkey
-        from gateway.children import Child, Command
+        from gateway.serve import valkey
+        from gateway.serve.children import Child, Command
 
         async def main():
             store = Child(valkey.store_command(valkey.find_binary(), Path(sys.argv[1]), os.environ))

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from gateway.cli import main
-from gateway.supervisor import only_one
+from gateway.serve.supervisor import only_one
 from tenants.secrets import Secrets
 from tests.ops_server import OpsServer, ops_server_in_thread
 

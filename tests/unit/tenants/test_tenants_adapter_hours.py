@@ -7,10 +7,10 @@ from decimal import Decimal
 from invoicing import HOUR, SECOND, book, instant, issue, make_tenant, publish, request
 from sqlmodel import col, select
 
-from tenants.adapter_hours import LOOK_NS, AdapterHours
-from tenants.focus import focus_rows
-from tenants.focus_check import check
-from tenants.invoice_lines import number_text
+from tenants.adapters.hours import LOOK_NS, AdapterHours
+from tenants.invoices.focus import focus_rows
+from tenants.invoices.focus_check import check
+from tenants.invoices.lines import number_text
 from tenants.pricing import ANY, MAX_ADAPTER_PRICE_PICOUSD, MEGABYTE
 from tenants.repositories import TenantRepository
 from tenants.tables import AdapterMeterHead, AdapterVersion, LedgerEntry

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenants.adapter_header import BadHeader, read_header
-from tenants.adapter_patterns import Patterns, is_simple
-from tenants.adapter_shape import AdapterShape
-from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapters.gate import CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapters.header import BadHeader, read_header
+from tenants.adapters.patterns import Patterns, is_simple
+from tenants.adapters.shape import AdapterShape
 from tests.adapter_files import Allowed, config, container, encode, listed, safetensors, scales
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from tenants.audit import Audit, Journaled, JournaledTime, audit, begin_snapshot
 from tenants.audit.journals import USAGE
 from tenants.audit.replicas import SPAN
 from tenants.audit_log import SERVER, AuditLog, Change, Head
-from tenants.credit_notes import CreditNoteRepository
+from tenants.invoices.credit_notes import CreditNoteRepository
 from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import METERS, RateCard, default_prices

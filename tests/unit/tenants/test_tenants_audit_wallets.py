@@ -5,8 +5,8 @@ import pytest
 
 from tenants.audit import audit, begin_snapshot
 from tenants.ledger import Ledger
+from tenants.quota.wallet import Hold, WalletFold, WalletRepository
 from tenants.tables import Tenant
-from tenants.wallet import Hold, WalletFold, WalletRepository
 from tests.invoicing import instant, make_tenant, publish, request
 from tests.tampering import tamper
 

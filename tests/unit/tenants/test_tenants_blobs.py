@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tenants.blobs import BlobStore
+from tenants.adapters.blobs import BlobStore
 
 SHA = "ab" * 32
 

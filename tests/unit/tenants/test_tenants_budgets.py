@@ -5,8 +5,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from tenants.budgets import Budget, bound_picousd
 from tenants.pricing import RateCard, default_prices
+from tenants.quota.budgets import Budget, bound_picousd
 
 
 def at(text: str, zone: str) -> int:

@@ -16,7 +16,7 @@ from tenants.database import Database
 from tenants.directory import EPOCH_KEY, Directory, bump_epoch
 from tenants.errors import StoreUnavailable
 from tenants.pricing import default_prices
-from tenants.quota import Limits
+from tenants.quota.quota import Limits
 from tenants.repositories import KeyRepository, OperatorRepository, RateCardRepository, TenantRepository
 from tenants.secrets import Secrets, rotate
 

@@ -11,8 +11,8 @@ import torch
 
 from engine.models.config import MoeConfig
 from engine.weights.adapter import read_adapter
-from tenants.adapter_shape import AdapterShape, ExpertShape
-from tenants.adapters import CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapters.gate import CanonicalAdapter, InvalidAdapter, canonicalise
+from tenants.adapters.shape import AdapterShape, ExpertShape
 from tests.adapter_files import Allowed, canonical_pairs, config, safetensors
 from tests.expert_files import (
     ALPHA,

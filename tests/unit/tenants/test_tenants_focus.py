@@ -8,10 +8,10 @@ from decimal import Decimal
 import pytest
 from invoicing import book, instant, issue, make_tenant, publish, random_requests
 
-from tenants.credit_notes import CreditNoteRepository
-from tenants.focus import focus_csv, focus_rows
-from tenants.focus_check import COLUMNS, check
-from tenants.invoice_lines import number_text
+from tenants.invoices.credit_notes import CreditNoteRepository
+from tenants.invoices.focus import focus_csv, focus_rows
+from tenants.invoices.focus_check import COLUMNS, check
+from tenants.invoices.lines import number_text
 from tenants.pricing import ANY
 
 MANDATORY_1_2 = set(

@@ -26,10 +26,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlmodel import select
 from tampering import tamper
 
-from tenants.credit_notes import CreditNoteRepository
 from tenants.errors import InvalidValue, NotFound, PeriodOpen, Superseded, UnsoundInvoice
-from tenants.invoice_lines import cents_of
-from tenants.invoices import InvoiceRepository, Issued, Order
+from tenants.invoices.credit_notes import CreditNoteRepository
+from tenants.invoices.invoices import InvoiceRepository, Issued, Order
+from tenants.invoices.lines import cents_of
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, METERS
 from tenants.repositories import TenantRepository
 from tenants.tables import Event, LedgerEntry

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from tenants.errors import StoreUnavailable
-from tenants.local_share import LocalShare
-from tenants.quota import Admitted, Limits, Refused, Reservation
+from tenants.quota.local_share import LocalShare
+from tenants.quota.quota import Admitted, Limits, Refused, Reservation
 
 MINUTE = 60_000
 

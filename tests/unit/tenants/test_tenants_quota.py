@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from stores import valkey_server
 
 from tenants.errors import InvalidValue, ReservationClosed, StoreUnavailable
-from tenants.quota import LEASE_MS, Admitted, Headroom, Limits, Quota, Refused, Reservation
+from tenants.quota.quota import LEASE_MS, Admitted, Headroom, Limits, Quota, Refused, Reservation
 
 MINUTE = 60_000
 START_MS = 1_800_000_000_000

@@ -12,12 +12,12 @@ from random_ledger import DAY_S, NS, START_S, post, random_request, rows_of
 from sqlmodel import select
 
 import migrations
-from tenants.cover import RAW, cover
 from tenants.database import Database
 from tenants.pricing import METERS
 from tenants.repositories import UsageQuery, UsageRepository
-from tenants.rollup_check import differences, rebuild
 from tenants.tables import LedgerEntry, Posting, RequestRecord, UsageRollup, UsageSeries
+from tenants.usage.cover import RAW, cover
+from tenants.usage.rollup_check import differences, rebuild
 
 
 async def rollups_of(database) -> dict[tuple, Counter]:

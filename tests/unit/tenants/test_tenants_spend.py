@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from redis.asyncio import Redis
 
-from tenants.budgets import Spend, Window
 from tenants.errors import SpendUnknown
 from tenants.periods import Period
-from tenants.quota import LEASE_MS, Admitted, Limits, Quota, Refused, Reservation
+from tenants.quota.budgets import Spend, Window
+from tenants.quota.quota import LEASE_MS, Admitted, Limits, Quota, Refused, Reservation
 
 START_MS = 1_800_000_000_000
 MONTH = Period(START_MS * 10**6, (START_MS + 30 * 86_400_000) * 10**6, "2027-01-01")

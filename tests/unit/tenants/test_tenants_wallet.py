@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from sqlmodel import select
 
-from tenants.alerts import AlertFold
 from tenants.errors import GrantDiffers, InvalidValue
 from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
+from tenants.quota.alerts import AlertFold
+from tenants.quota.wallet import MAX_PICOUSD, Hold, WalletFold, WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.tables import Event, Tenant, Wallet, WalletHold
-from tenants.wallet import MAX_PICOUSD, Hold, WalletFold, WalletRepository
 
 CARD = RateCard("rc_1", 1, 1, default_prices())
 PRICE = 3 * 50_000 + 4 * 100_000 + 1_000_000

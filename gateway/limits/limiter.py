@@ -1,0 +1,163 @@
+"""The tenants' limits as admission asks for them: of the shared store, or, while that is away, of our own share."""
+
+import asyncio
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, TypeVar
+
+from gateway.limits.tickets import Ticket
+from tenants.errors import SpendUnknown, StoreUnavailable
+from tenants.quota.local_share import LocalShare
+from tenants.quota.quota import Admitted, Quota, Refused, Reservation
+
+LOCAL_FOR_S = 300.0  # an outage that lasts longer is refused for
+RETRY_S = 0.25
+MAX_UNHEARD = 4096
+_log = logging.getLogger("gateway.limits.limiter")
+_T = TypeVar("_T")
+_Settlement: TypeAlias = Callable[[], Awaitable[object]]
+
+
+class Recounts(Protocol):
+    """Makes known what the store does not know of a reservation's windows. Raises StoreUnavailable."""
+
+    @property
+    def is_fenced(self) -> bool: ...
+
+    async def recount(self, reservation: Reservation) -> None: ...
+
+
+@dataclass(slots=True)
+class Limiter:
+    """Asks the store until it fails; then nobody waits for it again before a probe every RETRY_S has seen it answer.
+    Meanwhile rates are kept to our share, for LOCAL_FOR_S; money never is. ``count_fallback`` hears of each decision
+    that was made without the store."""
+
+    quota: Quota
+    share: LocalShare
+    spending: Recounts
+    count_fallback: Callable[[str, str], None]  # kind, reason
+    _away_since_s: float | None = None
+    _unheard: deque[_Settlement] = field(default_factory=lambda: deque(maxlen=MAX_UNHEARD))
+    _owing: asyncio.Event = field(default_factory=asyncio.Event)
+    _mending: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._mending = asyncio.create_task(self._mend(), name="limiter's store")
+
+    async def close(self) -> None:
+        if self._mending is not None:
+            self._mending.cancel()
+
+    @property
+    def is_away(self) -> bool:
+        return self._away_since_s is not None
+
+    async def reserve(self, reservation: Reservation) -> Admitted | Refused:
+        """Raises StoreUnavailable."""
+        try:
+            return await self._ask(reservation, lambda: self._reserve(reservation))
+        except StoreUnavailable:
+            self.count_fallback("limiter", "store_unavailable")
+            if not self._may_decide(reservation):
+                raise
+            return self.share.reserve(reservation)
+
+    async def extend(self, reservation: Reservation, more_tokens: int, more_picousd: int) -> bool:
+        """False: not now and not later."""
+        if self.share.holds(reservation):
+            return self.share.extend(reservation, more_tokens)
+        try:
+            return await self._ask(reservation, lambda: self.quota.extend(reservation, more_tokens, more_picousd))
+        except StoreUnavailable:
+            self.count_fallback("limiter", "store_unavailable")
+            return self._may_decide(reservation) and self.share.extend(reservation, more_tokens)
+
+    async def settle(self, ticket: Ticket) -> None:
+        """Never fails: what the store does not hear now it hears when it is back."""
+        reservation = ticket.reservation
+        self.share.settle(reservation, ticket.used_tokens, ticket.kind)
+        await self._tell(
+            reservation,
+            functools.partial(
+                self.quota.settle, reservation, ticket.used_tokens, ticket.kind, ticket.price_picousd, ticket.attempt
+            ),
+        )
+
+    async def book(self, reservation: Reservation, attempt: int) -> None:
+        """As ``settle``: the ledger has what that attempt of ``reservation`` spent."""
+        await self._tell(reservation, functools.partial(self.quota.book, reservation, attempt))
+
+    async def renew(self, reservations: Iterable[Reservation]) -> None:
+        """The leases of all that runs: what we admitted ourselves counts in the store as soon as that is back."""
+        if not self.is_away:
+            try:
+                await self.quota.renew(reservations)
+            except StoreUnavailable as error:
+                self._lost(error)
+
+    async def _reserve(self, reservation: Reservation) -> Admitted | Refused:
+        try:
+            return await self.quota.reserve(reservation)
+        except SpendUnknown:
+            raise
+        except BaseException:  # also a cancellation: the store may have taken it, or still do so
+            self._owe(functools.partial(self.quota.settle, reservation, 0, "void"))
+            raise
+
+    async def _tell(self, reservation: Reservation, settlement: _Settlement) -> None:
+        try:
+            await self._ask(reservation, settlement)
+        except StoreUnavailable:
+            self._owe(settlement)
+
+    async def _ask(self, reservation: Reservation, question: Callable[[], Awaitable[_T]]) -> _T:
+        """Of a store that is away only what needs no store."""
+        if self.is_away and reservation.is_limited:
+            raise StoreUnavailable("the store is away")
+        while True:
+            try:
+                return await question()
+            except SpendUnknown:
+                await self.spending.recount(reservation)
+            except StoreUnavailable as error:
+                self._lost(error)
+                raise
+
+    def _may_decide(self, reservation: Reservation) -> bool:
+        """Of money never."""
+        if reservation.spend is not None or self._away_since_s is None:
+            return False
+        return time.monotonic() - self._away_since_s <= LOCAL_FOR_S
+
+    def _owe(self, settlement: _Settlement) -> None:
+        self._unheard.append(settlement)
+        self._owing.set()
+
+    def _lost(self, error: StoreUnavailable) -> None:
+        if not self.is_away:
+            self._away_since_s = time.monotonic()
+            _log.warning("the limiter's store failed (%s): rates are kept to this process's share", error)
+        self._owing.set()
+
+    async def _mend(self) -> None:
+        """Tells a store that is back what it has not heard."""
+        while True:
+            await self._owing.wait()
+            try:
+                await self.quota.ping()
+                while self._unheard:
+                    await self._unheard[0]()
+                    self._unheard.popleft()
+            except StoreUnavailable as error:
+                self._lost(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if self.is_away:
+                self._away_since_s = None
+                _log.warning("the limiter's store answers again")
+            self._owing.clear()
