@@ -36,7 +36,7 @@ def _dtype_equals(self, other):
     return self is other or _equals(self, other)
 
 
-def _tuple_init(self, args, type=None):
+def _tuple_init(self, args, type=None):  # noqa: A002 - Triton names it
     self.values = list(args)
     if type is not None:
         self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
@@ -56,7 +56,7 @@ def _block_init(self, element_ty, shape):
     self.shape, self.numel, self.name = _blocks[element_ty.name, sizes]
 
 
-def _tensor_init(self, handle, type):
+def _tensor_init(self, handle, type):  # noqa: A002
     sizes = tuple(type.shape) if type.is_block() else ()
     if sizes not in _tensor_shapes:
         _tensor_shapes[sizes] = (core.tuple(map(core.constexpr, sizes)), core.constexpr(math.prod(sizes)))
