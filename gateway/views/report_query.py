@@ -107,9 +107,7 @@ async def page_of(request: Request, report: Report, usage: UsageRepository, tena
     return Page(query, _matches(request), frozenset(grouped), end_s)
 
 
-async def _start(
-    request: Request, end_s: int, longest_s: int, usage: UsageRepository, tenant_id: str | None
-) -> int:
+async def _start(request: Request, end_s: int, longest_s: int, usage: UsageRepository, tenant_id: str | None) -> int:
     page = request.query_params.get("page", "")
     if page:
         number = page.removeprefix("page_")

@@ -2,6 +2,7 @@
 
 import uuid
 from datetime import UTC, date, datetime, timedelta
+from itertools import pairwise
 from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -99,12 +100,11 @@ def test_each_row_is_in_one_local_day_and_days_sum_to_the_whole_and_to_the_ledge
 
     together = buckets(house, key, USAGE, **whole)
     apart = [
-        buckets(house, key, USAGE, start_time=start, end_time=end, time_zone=zone)[0]
-        for start, end in zip(edges, edges[1:], strict=False)
+        buckets(house, key, USAGE, start_time=start, end_time=end, time_zone=zone)[0] for start, end in pairwise(edges)
     ]
     costs = buckets(house, key, COSTS, **whole)
 
-    assert [(each["start_time"], each["end_time"]) for each in together] == list(zip(edges, edges[1:], strict=False))
+    assert [(each["start_time"], each["end_time"]) for each in together] == list(pairwise(edges))
     assert edges[2] - edges[1] == hours * 3600
     assert [tokens_of(each) for each in together] == [
         sum(row.tokens for row in booked if row.local_day == each) for each in days
