@@ -84,7 +84,8 @@ def test_an_engine_killed_after_the_first_token_ends_the_stream_with_an_error_an
     assert [row.outcome for row in rows(fragile, key, RequestRecord)].count(0) == 1
 
 
-def test_an_engine_killed_before_the_first_token_costs_one_retry_and_makes_one_bill(fragile: House):
+def test_an_engine_killed_before_the_first_token_costs_one_retry_and_makes_one_bill(fragile: House, monkeypatch):
+    monkeypatch.setattr("gateway.dispatch.RECONNECT_S", 60.0)  # however slowly this machine starts an engine
     key = fragile.new_tenant("killed-before")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, fragile.http(key) as http:
         with stopped(engine_pid(fragile)):

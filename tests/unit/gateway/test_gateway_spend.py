@@ -241,7 +241,7 @@ def test_many_callers_at_once_never_hold_more_than_the_credit(spending: House):
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         codes = list(pool.map(ask, range(24)))
-    assert set(codes) <= {200, 402}
+    assert set(codes) <= {200, 402, 503}  # 503: a store that was too slow to say
     eventually(lambda: balance(spending, key) == (5 * PRICE, 0, codes.count(200) * PRICE))
     assert 0 < codes.count(200) <= 5
     holds = rows(spending, key, WalletHold)
