@@ -1,5 +1,6 @@
 """SLO reports as both ports give them: what is asked in a query string, and the answer as JSON, CSV or a page."""
 
+import asyncio
 import re
 import time
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from gateway.views.documents import csv_answer, page_answer
 from tenants.errors import InvalidValue
 from tenants.periods import midnight_ns
+from tenants.slo.calendar import GROUPS, SloQuery
 from tenants.slo.objectives import MINUTE_S
 from tenants.slo.page import csv, html
 from tenants.slo.report import Report
-from tenants.slo.reporting import GROUPS, SloQuery, slo_report
+from tenants.slo.reporting import slo_report
 from tenants.tables import Tenant
 
 FORMATS = ("json", "csv", "html")
@@ -29,7 +31,8 @@ async def answer(session: AsyncSession, tenant: Tenant, asked: Mapping[str, str]
     form = asked.get("format", "json")
     if form not in FORMATS:
         raise InvalidValue("format", f"is one of {', '.join(FORMATS)}")
-    return _as(form, await slo_report(session, tenant, query_of(asked, tenant.time_zone)), asked)
+    report = await slo_report(session, tenant, query_of(asked, tenant.time_zone))
+    return await asyncio.to_thread(_as, form, report, asked)
 
 
 def query_of(asked: Mapping[str, str], time_zone: str, now: float | None = None) -> SloQuery:
