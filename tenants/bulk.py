@@ -4,7 +4,7 @@ SQLAlchemy's own bulk insert builds a statement of rows × columns parameters; t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -65,17 +65,17 @@ async def add_up(
 
 
 async def taken(
-    session: AsyncSession, table: Any, key: tuple[str, ...], column: str, keys: Sequence[tuple], nothing: Any
+    session: AsyncSession, table: Any, key: tuple[str, ...], keys: Sequence[tuple], nothing: Mapping[str, Any]
 ) -> dict[tuple, Any]:
-    """What ``column`` holds in the rows with these ``keys`` (each once, in key order), nobody else's until the commit.
-    A row that was not there may be missing, or hold ``nothing``."""
+    """What the rows with these ``keys`` (each once, in key order) hold in the first column of ``nothing``; they are
+    nobody else's until the commit. A row that was not there may be missing, or hold ``nothing`` in its columns."""
     if not keys:
         return {}
     connection = await session.connection()
-    names, name = ", ".join(f"t.{each}" for each in key), table.__tablename__
+    names, name, column = ", ".join(f"t.{each}" for each in key), table.__tablename__, next(iter(nothing))
     if connection.dialect.name == "postgresql":
         # first all rows are there, then all are locked: two writers never wait for each other in a circle
-        await insert_new(session, table, (*key, column), [(*each, nothing) for each in keys])
+        await insert_new(session, table, (*key, *nothing), [(*each, *nothing.values()) for each in keys])
         arrays = ", ".join(f"${number}::{_array(table, each)}" for number, each in enumerate(key, 1))
         query = (
             f"SELECT {names}, t.{column} FROM unnest({arrays}) AS k({', '.join(key)}) "  # noqa: S608 (our own names)

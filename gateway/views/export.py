@@ -11,6 +11,7 @@ from gateway.views.ledger import entry_body
 from gateway.views.rows import Body, key_body, tenant_body
 from gateway.webhooks.resources import webhook_facts
 from tenants.database import Database
+from tenants.slo.minutes import counted
 from tenants.slo.objectives import MINUTE_S
 from tenants.slo.service import decode_sums
 from tenants.tables import (
@@ -22,7 +23,7 @@ from tenants.tables import (
     Invoice,
     InvoiceLine,
     LedgerEntry,
-    ObjectiveMinute,
+    ObjectiveHour,
     RefusalMinute,
     RequestRecord,
     ServiceSum,
@@ -40,6 +41,12 @@ def _columns(kind: str) -> Callable[[Any], Body]:
 
 
 _MINUTE = ("minute_s", "model", "flow_class")
+
+
+def _hour_body(row: ObjectiveHour) -> Body:
+    facts = {"tenant_id": row.tenant_id, "version_id": row.version_id, "hour_s": row.hour_s}
+    minutes = [{"minute_s": each[0], "valid": each[1], "good": each[2]} for each in counted(row.hour_s, row.minutes)]
+    return {"object": "objective_hour", **facts, "valid": row.valid, "good": row.good, "minutes": minutes}
 
 
 def _service_body(row: ServiceSum) -> Body:
@@ -63,7 +70,7 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
     (CreditNote, ("credit_note_id",), _columns("credit_note")),
     (SloObjective, ("version_id",), _columns("slo_objective")),
     (SloIncident, ("incident_id",), _columns("slo_incident")),
-    (ObjectiveMinute, ("minute_s", "version_id"), _columns("objective_minute")),
+    (ObjectiveHour, ("hour_s", "version_id"), _hour_body),
     (ServiceSum, ("width_s", "start_s", "model", "flow_class"), _service_body),
     (RefusalMinute, (*_MINUTE, "base_model", "status", "reason", "process_id"), _columns("refusal_minute")),
 )

@@ -1,4 +1,4 @@
-"""SLO sums by quarter and day beside those by minute; a version's counts once a minute, for all that it applies to
+"""SLO sums by quarter and day beside those by minute; counts of an objective's version by hour
 
 Revision ID: service_sums
 Revises: billing_reference
@@ -16,19 +16,15 @@ down_revision = "billing_reference"
 branch_labels = None
 depends_on = None
 
-_DAY_S, _QUARTER_S, _MINUTE_S = 86_400, 900, 60
+_DAY_S, _HOUR_S, _QUARTER_S, _MINUTE_S = 86_400, 3600, 900, 60
 _PAGE = 1000
 _KEY = ("tenant_id", "minute_s", "model", "flow_class")
 _SUM = ("tenant_id", "width_s", "start_s", "model", "flow_class", "sums")
+_HOUR = ("tenant_id", "hour_s", "version_id", "valid", "good", "minutes")
 
 
 def upgrade() -> None:
     _create_tables()
-    op.execute(
-        "INSERT INTO objective_minute (tenant_id, minute_s, version_id, valid, good) "
-        "SELECT tenant_id, minute_s, version_id, SUM(valid), SUM(good) FROM slo_minute "
-        "WHERE version_id <> '' GROUP BY tenant_id, minute_s, version_id"
-    )
     _sum_up_what_is_there()
     op.drop_table("latency_minute")
     op.drop_table("slo_minute")
@@ -52,7 +48,7 @@ def downgrade() -> None:
         sa.PrimaryKeyConstraint(*_KEY, name=op.f("pk_latency_minute")),
     )
     op.drop_table("service_sum")
-    op.drop_table("objective_minute")
+    op.drop_table("objective_hour")
 
 
 def _place() -> list[sa.Column]:
@@ -66,14 +62,14 @@ def _place() -> list[sa.Column]:
 
 def _create_tables() -> None:
     op.create_table(
-        "objective_minute",
+        "objective_hour",
         sa.Column("tenant_id", sa.String(length=28), nullable=False),
-        sa.Column("minute_s", sa.BigInteger(), nullable=False),
+        sa.Column("hour_s", sa.BigInteger(), nullable=False),
         sa.Column("version_id", sa.String(length=28), nullable=False),
         sa.Column("valid", sa.BigInteger(), nullable=False),
         sa.Column("good", sa.BigInteger(), nullable=False),
-        sa.PrimaryKeyConstraint("tenant_id", "minute_s", "version_id", name=op.f("pk_objective_minute")),
-        sqlite_with_rowid=False,
+        sa.Column("minutes", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("tenant_id", "hour_s", "version_id", name=op.f("pk_objective_hour")),
     )
     op.create_table(
         "service_sum",
@@ -101,6 +97,7 @@ def _sum_up_what_is_there() -> None:
     for tenant_id in sorted(days):
         for day in sorted(days[tenant_id]):
             _sum_up_day(connection, tenant_id, day * _DAY_S)
+            _sum_up_versions(connection, tenant_id, day * _DAY_S)
 
 
 def _sum_up_day(connection: sa.Connection, tenant_id: str, day_s: int) -> None:
@@ -111,10 +108,31 @@ def _sum_up_day(connection: sa.Connection, tenant_id: str, day_s: int) -> None:
         for width_s in (_MINUTE_S, _QUARTER_S, _DAY_S):
             key = (width_s, minute_s // width_s * width_s, model, flow_class)
             _add(sums.setdefault(key, [{}, {}, {}, {}]), part)
-    into = sa.table("service_sum", *map(sa.column, _SUM))
-    rows = [dict(zip(_SUM, (tenant_id, *key, msgspec.msgpack.encode(each)), strict=True)) for key, each in sums.items()]
-    for start in range(0, len(rows), _PAGE):
-        connection.execute(into.insert(), rows[start : start + _PAGE])
+    rows = ((tenant_id, *key, msgspec.msgpack.encode(each)) for key, each in sums.items())
+    _insert(connection, "service_sum", _SUM, rows)
+
+
+def _sum_up_versions(connection: sa.Connection, tenant_id: str, day_s: int) -> None:
+    """An hour is kept as {minute: [valid, good]}."""
+    hours: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
+    columns = "minute_s, version_id, SUM(valid) AS valid, SUM(good) AS good"
+    for row in _of_day(connection, columns, "slo_minute GROUP BY minute_s, version_id", tenant_id, day_s):
+        if row.version_id:
+            hour_s, second = row.minute_s // _HOUR_S * _HOUR_S, row.minute_s % _HOUR_S
+            hours.setdefault((hour_s, row.version_id), {})[second // _MINUTE_S] = (int(row.valid), int(row.good))
+    rows = (
+        (tenant_id, *key, sum(each[0] for each in kept.values()), sum(each[1] for each in kept.values()), encoded)
+        for key, kept in hours.items()
+        for encoded in [msgspec.msgpack.encode(kept)]
+    )
+    _insert(connection, "objective_hour", _HOUR, rows)
+
+
+def _insert(connection: sa.Connection, table: str, columns: tuple[str, ...], rows: Iterable[tuple]) -> None:
+    into = sa.table(table, *map(sa.column, columns)).insert()
+    named = [dict(zip(columns, row, strict=True)) for row in rows]
+    for start in range(0, len(named), _PAGE):
+        connection.execute(into, named[start : start + _PAGE])
 
 
 def _counts(connection: sa.Connection, tenant_id: str, day_s: int) -> Iterator[tuple[int, str, str, list[dict]]]:

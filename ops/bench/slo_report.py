@@ -11,10 +11,9 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -141,28 +140,30 @@ async def report(database: Database, days: int, zone: str, form: str) -> dict[st
     }
 
 
-async def measure(url: str, options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
+async def measure(url: str, options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
     database = Database(url)
     await database.start()
     try:
         started = time.perf_counter()
         await fill(database, options.days, options.requests)
-        yield {"filled_s": round(time.perf_counter() - started, 1)}
+        tell({"filled_s": round(time.perf_counter() - started, 1)})
         for zone in options.zone:
             for form in ("json", "json", "html"):
-                yield await report(database, options.days, zone, form)
+                tell(await report(database, options.days, zone, form))
     finally:
         await database.close()
 
 
-async def run(options: argparse.Namespace) -> None:
-    for kind in [options.database] if options.database else KINDS:
-        with empty_database(kind) as url, RESULTS.open("a") as results:
-            async for line in measure(url, options):
-                line = {"bench": "slo_report", "database": kind, "days": options.days} | line
-                print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
-                told = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "note": options.note}
-                results.write(json.dumps(told | {"command": " ".join(sys.argv[1:])} | line) + "\n")
+def teller(kind: str, options: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
+    common = {"bench": "slo_report", "date": datetime.now(UTC).isoformat(timespec="seconds"), "note": options.note}
+    place = {"database": kind, "days": options.days, "requests": options.requests}
+
+    def tell(line: dict[str, Any]) -> None:
+        print("  ".join(f"{name} {value}" for name, value in (place | line).items()), flush=True)
+        with RESULTS.open("a") as results:
+            results.write(json.dumps(common | place | line) + "\n")
+
+    return tell
 
 
 def main() -> None:
@@ -172,7 +173,10 @@ def main() -> None:
     parser.add_argument("--zone", nargs="+", default=["UTC", "Asia/Kathmandu"])
     parser.add_argument("--database", choices=KINDS, help="only this one")
     parser.add_argument("--note", default="", help="kept with the results")
-    asyncio.run(run(parser.parse_args()))
+    options = parser.parse_args()
+    for kind in [options.database] if options.database else KINDS:
+        with empty_database(kind) as url:
+            asyncio.run(measure(url, options, teller(kind, options)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.slo.histogram import Histogram
+from tenants.slo.minutes import HOUR_S, Counted, counted
 from tenants.slo.objectives import MINUTE_S, Objectives
 from tenants.slo.service import (
     WIDTHS_S,
@@ -27,7 +28,7 @@ from tenants.slo.service import (
 )
 from tenants.slo.sums import model_name
 from tenants.slo.verdict import Verdict, judge_refusal
-from tenants.tables import ObjectiveMinute, RefusalMinute, ReplicaTime, ServiceSum, UsageRollup, UsageSeries
+from tenants.tables import ObjectiveHour, RefusalMinute, ReplicaTime, ServiceSum, UsageRollup, UsageSeries
 from tenants.usage.cover import Piece, cover
 from tenants.usage.rollups import SUMMED_METERS
 from tenants.usage.sums import charged
@@ -35,7 +36,6 @@ from tenants.usage.sums import charged
 HEARD_S = 3600  # an engine that is gone for longer holds nothing back
 _PAGE = 500
 Place: TypeAlias = tuple[str, str]  # model and class
-Counted: TypeAlias = tuple[int, int, int]  # Unix seconds of a start, valid, good
 ByVersion: TypeAlias = dict[str, list[Counted]]
 
 
@@ -114,28 +114,17 @@ class Readings:
         found: ByVersion = defaultdict(list)
 
         def add(rows: Iterable[Any]) -> None:
-            for version_id, *counted in rows:
-                found[version_id].append(tuple(counted))
+            for version_id, hour_s, minutes in rows:
+                found[version_id] += (each for each in counted(hour_s, minutes) if start_s <= each[0] < end_s)
 
-        names = ("version_id", "minute_s", "valid", "good")
-        query = self._of(ObjectiveMinute, start_s, end_s, *(col(getattr(ObjectiveMinute, name)) for name in names))
-        await self._each_page(query.where(col(ObjectiveMinute.version_id).in_(version_ids)), add)
-        return found
-
-    async def by_span(self, version_ids: Collection[str], edges: Sequence[int]) -> ByVersion:
-        """The same summed up between each edge and the next, which are minutes."""
-        spans = _spans(pairwise(edges))
-        minutes: Table = ObjectiveMinute.__table__  # pyright: ignore[reportAttributeAccessIssue]
-        keys = (minutes.c.version_id, spans.c.start_s)
-        query = (
-            select(*keys, func.sum(minutes.c.valid), func.sum(minutes.c.good))
-            .select_from(spans.join(minutes, self._within(minutes, spans), isouter=True))
-            .where(minutes.c.version_id.in_(version_ids))
-            .group_by(*keys)
+        columns = (ObjectiveHour.version_id, ObjectiveHour.hour_s, ObjectiveHour.minutes)
+        query = select(*columns).where(
+            ObjectiveHour.tenant_id == self._tenant_id,
+            col(ObjectiveHour.version_id).in_(version_ids),
+            ObjectiveHour.hour_s >= start_s // HOUR_S * HOUR_S,
+            ObjectiveHour.hour_s < end_s,
         )
-        found: ByVersion = defaultdict(list)
-        for version_id, start_s, valid, good in await self._session.exec(query):
-            found[version_id].append((start_s, int(valid), int(good)))
+        await self._each_page(query, add)
         return found
 
     async def refused(self, spans: Sequence[tuple[int, int]]) -> list[Refused]:
@@ -155,7 +144,7 @@ class Readings:
         """The valid ones, by minute; judged by the objectives of their minute."""
         kinds = (col(RefusalMinute.status), col(RefusalMinute.reason))
         seen = await self._session.exec(self._of(RefusalMinute, start_s, end_s, *kinds).distinct())
-        counted = [(status, reason) for status, reason in seen if not judge_refusal(status, reason, {}).excluded]
+        ours = [(status, reason) for status, reason in seen if not judge_refusal(status, reason, {}).excluded]
         found: ByVersion = defaultdict(list)
 
         def add(rows: Iterable[Any]) -> None:
@@ -164,10 +153,10 @@ class Readings:
                 if "availability" in in_force:
                     found[in_force["availability"].version_id].append((minute_s, num_requests, 0))
 
-        if counted:
+        if ours:
             names = ("minute_s", "model", "base_model", "flow_class", "num_requests")
             query = self._of(RefusalMinute, start_s, end_s, *(col(getattr(RefusalMinute, name)) for name in names))
-            await self._each_page(query.where(tuple_(*kinds).in_(counted)), add)
+            await self._each_page(query.where(tuple_(*kinds).in_(ours)), add)
         return found
 
     async def used(self, start_s: int, end_s: int) -> dict[Place, Usage]:
@@ -267,6 +256,6 @@ def _pieces_of_hours(hours: Sequence[int], end_s: int) -> Iterator[Piece]:
 def merged_by_version(*parts: ByVersion) -> ByVersion:
     found: ByVersion = defaultdict(list)
     for part in parts:
-        for version_id, counted in part.items():
-            found[version_id] += counted
+        for version_id, minutes in part.items():
+            found[version_id] += minutes
     return found

@@ -13,17 +13,19 @@ from sqlalchemy import event
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import add_up, put, taken
+from tenants.bulk import put, taken
 from tenants.ledger import OUTCOME_LOST, Booked
 from tenants.slo.histogram import histogram_of
-from tenants.slo.objectives import Objectives, minute_of
+from tenants.slo.minutes import HOUR_S, NO_MINUTES, Minutes, added, encode_minutes
+from tenants.slo.objectives import MINUTE_S, Objectives, minute_of
 from tenants.slo.repository import ObjectiveRepository
 from tenants.slo.service import WIDTHS_S, ServiceSums, decode_sums, encode_sums
 from tenants.slo.verdict import Verdict, judge
-from tenants.tables import ObjectiveMinute, RequestRecord, ServiceSum
+from tenants.tables import ObjectiveHour, RequestRecord, ServiceSum
 
 _SUM_KEY = ("tenant_id", "width_s", "start_s", "model", "flow_class")
-_MINUTE_KEY = ("tenant_id", "minute_s", "version_id")
+_HOUR_KEY = ("tenant_id", "hour_s", "version_id")
+_NO_HOUR = {"minutes": NO_MINUTES, "valid": 0, "good": 0}
 _NOTHING = encode_sums(ServiceSums())
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))"
 
@@ -146,15 +148,23 @@ def _taken_back(
 
 
 async def _add_counts(session: AsyncSession, judged: Iterable[_Judged]) -> None:
-    counts: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0])
+    counts: dict[tuple[str, int, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
     for each in judged:
+        hour_s, minute = each.place.minute_s // HOUR_S * HOUR_S, each.place.minute_s % HOUR_S // MINUTE_S
         for version_id, good in each.verdict.results.values():
             if version_id:
-                count = counts[each.place.tenant_id, each.place.minute_s, version_id]
+                count = counts[each.place.tenant_id, hour_s, version_id][minute]
                 count[0] += each.sign
                 count[1] += each.sign * good
-    rows = [(*key, *count) for key, count in sorted(counts.items())]
-    await add_up(session, ObjectiveMinute, _MINUTE_KEY, ("valid", "good"), rows)
+    keys = sorted(counts)
+    known = await taken(session, ObjectiveHour, _HOUR_KEY, keys, _NO_HOUR)
+    rows = [(*key, *_hour(added(known.get(key, NO_MINUTES), counts[key]))) for key in keys]
+    await put(session, ObjectiveHour, _HOUR_KEY, ("valid", "good", "minutes"), rows)
+
+
+def _hour(minutes: Minutes) -> tuple[int, int, bytes]:
+    counts = minutes.values()
+    return sum(valid for valid, _ in counts), sum(good for _, good in counts), encode_minutes(minutes)
 
 
 def _sums_of(judged: Iterable[_Judged]) -> dict[Place, ServiceSums]:
@@ -177,7 +187,7 @@ async def _add_sums(session: AsyncSession, new: Mapping[Place, ServiceSums]) -> 
             start_s = place.minute_s // width_s * width_s
             parts[place.tenant_id, width_s, start_s, place.model, place.flow_class].append(sums)
     keys = sorted(parts)
-    known = await taken(session, ServiceSum, _SUM_KEY, "sums", keys, _NOTHING)
+    known = await taken(session, ServiceSum, _SUM_KEY, keys, {"sums": _NOTHING})
     rows = [(*key, _together(known.get(key, _NOTHING), parts[key])) for key in keys]
     await put(session, ServiceSum, _SUM_KEY, ("sums",), rows)
 

@@ -4,6 +4,7 @@ An alert that fires opens an incident, and a calm of CALM_MINUTES closes it, bot
 Only a tenant with something bad in the longest of the short windows, at any look of such a calm, can have an incident.
 """
 
+import asyncio
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from tenants.bulk import insert_new
 from tenants.database import Database
 from tenants.events import emit
 from tenants.slo.burn import ALERTS, CALM_MINUTES, LONGEST_SHORT_S, LOOK_BACK_S, Alert, Series, firing, is_calm, rate
+from tenants.slo.minutes import HOUR_S, Counted
 from tenants.slo.objectives import MINUTE_S, PPM, Objective, Objectives
 from tenants.slo.readings import Readings, merged_by_version
 from tenants.slo.repository import ObjectiveRepository
-from tenants.tables import ObjectiveMinute, RefusalMinute, SloIncident, SloObjective, SloWatch
+from tenants.tables import ObjectiveHour, RefusalMinute, SloIncident, SloObjective, SloWatch
 
 GRACE_S = 60  # after a minute's end: its requests are booked by then
 _NAMESPACE = uuid.UUID("0d5c6a0e-4c53-5b0f-8f0e-7d2f6a1b9c35")  # ours, fixed for ever
@@ -76,10 +78,10 @@ async def _suspects(session: AsyncSession, at_s: int) -> list[str]:
 
 async def _had_bad(session: AsyncSession, tenant_id: str, since_s: int, at_s: int) -> bool:
     counted = select(literal(1)).where(
-        ObjectiveMinute.tenant_id == tenant_id,
-        ObjectiveMinute.minute_s >= since_s,
-        ObjectiveMinute.minute_s < at_s,
-        ObjectiveMinute.valid > ObjectiveMinute.good,
+        ObjectiveHour.tenant_id == tenant_id,
+        ObjectiveHour.hour_s >= since_s // HOUR_S * HOUR_S,
+        ObjectiveHour.hour_s < at_s,
+        ObjectiveHour.valid > ObjectiveHour.good,
     )
     refused = select(literal(1)).where(
         RefusalMinute.tenant_id == tenant_id, RefusalMinute.minute_s >= since_s, RefusalMinute.minute_s < at_s
@@ -94,25 +96,23 @@ async def _see(session: AsyncSession, tenant_id: str, at_s: int, seen: _Seen) ->
     """Adds what is to be seen of a tenant's objectives, at that minute's beginning."""
     versions = await ObjectiveRepository(session).history(tenant_id)
     readings, in_force = Readings(session, tenant_id), _in_force(versions, at_s)
+    since_s = at_s - LOOK_BACK_S
     counted = merged_by_version(
-        await readings.by_span([each.version_id for each in in_force], _edges(at_s)),
-        await readings.refused_by_version(at_s - LOOK_BACK_S, at_s, Objectives(versions)),
+        await readings.by_version([each.version_id for each in in_force], since_s, at_s),
+        await readings.refused_by_version(since_s, at_s, Objectives(versions)),
     )
     for objective in in_force:
-        series = Series(counted.get(objective.version_id, ()))
-        for alert in ALERTS:
-            key = (*objective.key, alert.name)
-            if firing(series, alert, at_s, objective.target_ppm):
-                seen.firing[key] = _firing(objective, alert, series, at_s)
-            if not is_calm(series, alert, at_s, objective.target_ppm):
-                seen.restless.add(key)
+        await asyncio.to_thread(_judge, objective, counted.get(objective.version_id, []), at_s, seen)
 
 
-def _edges(at_s: int) -> list[int]:
-    """Where the windows begin and end that a look at ``at_s`` asks for: between two of them a sum is enough."""
-    looks = range(at_s, at_s - CALM_MINUTES * MINUTE_S, -MINUTE_S)
-    shorts = {look - alert.short_s for look in looks for alert in ALERTS}
-    return sorted({*looks, *shorts, *(at_s - alert.long_s for alert in ALERTS)})
+def _judge(objective: Objective, counted: list[Counted], at_s: int, seen: _Seen) -> None:
+    series = Series(counted)
+    for alert in ALERTS:
+        key = (*objective.key, alert.name)
+        if firing(series, alert, at_s, objective.target_ppm):
+            seen.firing[key] = _firing(objective, alert, series, at_s)
+        if not is_calm(series, alert, at_s, objective.target_ppm):
+            seen.restless.add(key)
 
 
 def _in_force(versions: Iterable[Objective], at_s: int) -> list[Objective]:

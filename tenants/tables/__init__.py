@@ -12,7 +12,7 @@ from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
-from tenants.tables.slo import ObjectiveMinute, RefusalMinute, ServiceSum, SloIncident, SloObjective, SloWatch
+from tenants.tables.slo import ObjectiveHour, RefusalMinute, ServiceSum, SloIncident, SloObjective, SloWatch
 from tenants.tables.spending import SpendTotal
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
@@ -37,7 +37,7 @@ __all__ = [
     "InvoiceLine",
     "JsonList",
     "LedgerEntry",
-    "ObjectiveMinute",
+    "ObjectiveHour",
     "OperatorKey",
     "Picousd",
     "Posting",

@@ -34,17 +34,18 @@ class SloObjective(SQLModel, table=True):
     created_unix_ns: int = Field(sa_type=BigInteger)
 
 
-class ObjectiveMinute(SQLModel, table=True):
-    """Exact counts of the requests that ended in a minute and were judged by that version of an objective."""
+class ObjectiveHour(SQLModel, table=True):
+    """Exact counts of the requests that ended in an hour of UTC and were judged by that version of an objective; the
+    same by minute: tenants.slo.minutes.Minutes as msgpack."""
 
-    __tablename__ = "objective_minute"  # pyright: ignore[reportAssignmentType]
-    __table_args__ = {"sqlite_with_rowid": False}
+    __tablename__ = "objective_hour"  # pyright: ignore[reportAssignmentType]
 
     tenant_id: str = Field(primary_key=True, max_length=28)
-    minute_s: int = Field(primary_key=True, sa_type=BigInteger)
+    hour_s: int = Field(primary_key=True, sa_type=BigInteger)
     version_id: str = Field(primary_key=True, max_length=28)
     valid: int = Field(sa_type=BigInteger)
     good: int = Field(sa_type=BigInteger)
+    minutes: bytes = Field(sa_type=LargeBinary)
 
 
 class ServiceSum(SQLModel, table=True):

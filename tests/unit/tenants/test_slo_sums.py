@@ -14,9 +14,10 @@ import migrations
 from tenants.database import Database
 from tenants.ledger import Ledger
 from tenants.slo.histogram import merged
+from tenants.slo.minutes import counted as minutes_of
 from tenants.slo.service import WIDTHS_S, ServiceSums, decode_sums
 from tenants.slo.sums import SloFold
-from tenants.tables import ObjectiveMinute, ServiceSum
+from tenants.tables import ObjectiveHour, ServiceSum
 from tests.slo_requests import CARD, MS, NOON_S, booked, objective, post, post_in_batches, promise
 
 PROMISED = (
@@ -64,8 +65,13 @@ async def counted(database, tenant_id: str = "ten_a") -> dict[tuple, tuple[int, 
 async def counted_by_version(database, tenant_id: str = "ten_a") -> dict[tuple, tuple[int, int]]:
     """By minute and version; without what was taken back."""
     async with database.session() as session:
-        rows = await session.exec(select(ObjectiveMinute).where(ObjectiveMinute.tenant_id == tenant_id))
-        return {(row.minute_s, row.version_id): (row.valid, row.good) for row in rows if row.valid}
+        rows = (await session.exec(select(ObjectiveHour).where(ObjectiveHour.tenant_id == tenant_id))).all()
+    found = {}
+    for row in rows:
+        minutes = list(minutes_of(row.hour_s, row.minutes))
+        assert (row.valid, row.good) == (sum(each[1] for each in minutes), sum(each[2] for each in minutes))
+        found |= {(minute_s, row.version_id): (valid, good) for minute_s, valid, good in minutes if valid}
+    return found
 
 
 async def sums_of(database, width_s: int, tenant_id: str = "ten_a") -> dict[tuple, ServiceSums]:
