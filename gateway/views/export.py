@@ -11,7 +11,7 @@ from gateway.views.ledger import entry_body
 from gateway.views.rows import Body, key_body, tenant_body
 from gateway.webhooks.resources import webhook_facts
 from tenants.database import Database
-from tenants.slo.minutes import counted
+from tenants.slo.minutes import decode_minutes
 from tenants.slo.objectives import MINUTE_S
 from tenants.slo.service import decode_sums
 from tenants.tables import (
@@ -45,7 +45,10 @@ _MINUTE = ("minute_s", "model", "flow_class")
 
 def _hour_body(row: ObjectiveHour) -> Body:
     facts = {"tenant_id": row.tenant_id, "version_id": row.version_id, "hour_s": row.hour_s}
-    minutes = [{"minute_s": each[0], "valid": each[1], "good": each[2]} for each in counted(row.hour_s, row.minutes)]
+    minutes = [
+        {"minute_s": row.hour_s + minute * MINUTE_S, "valid": valid, "good": good}
+        for minute, (valid, good) in decode_minutes(row.minutes).items()
+    ]
     return {"object": "objective_hour", **facts, "valid": row.valid, "good": row.good, "minutes": minutes}
 
 

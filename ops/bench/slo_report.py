@@ -45,7 +45,7 @@ def objectives() -> list[Objective]:
 
 
 def requests(rng: random.Random, start_s: int, end_s: int, a_minute: int) -> Iterator[Booked]:
-    """Log-normal times, one in five hundred fails."""
+    """Log-normal times, one in two thousand fails."""
     for second in range(start_s, end_s, 60):
         for model in MODELS:
             for name in CLASSES:
@@ -70,7 +70,7 @@ def _request(rng: random.Random, second: int, model: str, name: str) -> SettledR
     queue, prefill = int(rng.lognormvariate(16, 1)), int(rng.lognormvariate(18, 0.7))
     tokens = rng.randrange(20, 400)
     decode = (tokens - 1) * int(rng.lognormvariate(16.1, 0.2))
-    outcome = 500 if rng.random() < 0.002 else 200
+    outcome = 500 if rng.random() < 0.0005 else 200
     ended_ns = second * 10**9 + rng.randrange(60 * 10**9)
     durations = (queue, prefill, decode, 2 * MS, 3 * MS, queue + prefill, 5 * MS)
     return SettledRequest(context, outcome, 200, 0, tokens, *durations, ended_ns)

@@ -6,7 +6,8 @@ been calm for CALM_MINUTES: a rate that wavers about its limit is one incident, 
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate
 from operator import and_, gt
 
@@ -61,14 +62,29 @@ class Incident:
     bad: int
 
 
-class Series:
-    """What was counted of one objective: (start in Unix seconds, valid, good), a start any number of times."""
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts by time in columns: starts in Unix seconds, any number of times and in any order, how many were valid and
+    good. Numbers alone, since a month's minutes as objects would keep Python's collector busy."""
 
-    def __init__(self, counted: Iterable[tuple[int, int, int]]) -> None:
-        ordered = sorted(counted)
-        self._starts = [start for start, _, _ in ordered]
-        self._valid = [0, *accumulate(valid for _, valid, _ in ordered)]
-        self._good = [0, *accumulate(good for _, _, good in ordered)]
+    starts: list[int] = field(default_factory=list)
+    valid: list[int] = field(default_factory=list)
+    good: list[int] = field(default_factory=list)
+
+    def add(self, starts: Iterable[int], valid: Iterable[int], good: Iterable[int]) -> None:
+        self.starts.extend(starts)
+        self.valid.extend(valid)
+        self.good.extend(good)
+
+
+class Series:
+    """A tally in the order of time."""
+
+    def __init__(self, tally: Tally) -> None:
+        order = sorted(range(len(tally.starts)), key=tally.starts.__getitem__)
+        self._starts = [tally.starts[place] for place in order]
+        self._valid = [0, *accumulate(tally.valid[place] for place in order)]
+        self._good = [0, *accumulate(tally.good[place] for place in order)]
 
     def between(self, start_s: int, end_s: int) -> Counts:
         """Of what starts in [start_s, end_s)."""
@@ -96,11 +112,7 @@ def is_calm(series: Series, alert: Alert, at_s: int, target_ppm: int) -> bool:
 
 def _burns(counts: Counts, alert: Alert, target_ppm: int) -> bool:
     """bad / valid > factor × (1 − target), without a division."""
-    return _excess(counts.valid, counts.bad, alert, target_ppm) > 0
-
-
-def _excess(valid: int, bad: int, alert: Alert, target_ppm: int) -> int:
-    return bad * 10 * PPM - alert.factor_tenths * (PPM - target_ppm) * valid
+    return counts.bad * 10 * PPM > alert.factor_tenths * (PPM - target_ppm) * counts.valid
 
 
 def rate(counts: Counts, target_ppm: int) -> float | None:
@@ -121,12 +133,17 @@ def incidents(series: Series, target_ppm: int, start_s: int, end_s: int) -> list
         return []
     found: list[Incident] = []
     for alert in ALERTS:
-        excess = [_excess(*each, alert, target_ppm) for each in zip(valid, bad, strict=True)]
-        short, long = (_burning(excess, window_s) for window_s in (alert.short_s, alert.long_s))
+        limit = Fraction(alert.factor_tenths * (PPM - target_ppm), 10 * PPM)  # in lowest terms: small numbers are fast
+        times, allowed = limit.denominator, limit.numerator
+        excess = [times * failed - allowed * counted for counted, failed in zip(valid, bad, strict=True)]
+        short = _burning(excess, alert.short_s)
+        if 1 not in short:
+            continue
+        long = _burning(excess, alert.long_s)
         for begin, end in _spans(bytes(map(and_, short, long)), short):
             from_s, to_s = first_s + begin * MINUTE_S, None if end is None else first_s + end * MINUTE_S
-            failed = series.between(from_s - alert.long_s, end_s if to_s is None else to_s).bad
-            found.append(Incident(alert.name, from_s, to_s, failed))
+            counts = series.between(from_s - alert.long_s, end_s if to_s is None else to_s)
+            found.append(Incident(alert.name, from_s, to_s, counts.bad))
     return sorted(found, key=lambda incident: (incident.from_s, incident.alert))
 
 

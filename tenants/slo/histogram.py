@@ -5,7 +5,6 @@ which processes add and merge changes nothing.
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import isqrt
 
@@ -62,7 +61,8 @@ class Histogram(Struct, array_like=True):
     def merge(self, other: "Histogram") -> None:
         if not other.counts:
             return
-        self.least = min(self.least, other.least) if self.counts else other.least
+        if not self.counts or other.least < self.least:
+            self.least = other.least
         self.most = max(self.most, other.most)
         counts, known = self.counts, self.counts.get  # a month merges millions of buckets
         for bucket, count in other.counts.items():
@@ -84,7 +84,10 @@ class Histogram(Struct, array_like=True):
 
 def histogram_of(values: Sequence[int]) -> Histogram:
     """Of one value or more."""
-    return Histogram(dict(Counter(map(bucket_of, values))), sum(values), min(values), max(values))
+    counts: dict[int, int] = {}
+    for bucket in map(bucket_of, values):
+        counts[bucket] = counts.get(bucket, 0) + 1
+    return Histogram(counts, sum(values), min(values), max(values))
 
 
 def merged(parts: Iterable[Histogram]) -> Histogram:

@@ -15,8 +15,9 @@ from sqlalchemy import BigInteger, ColumnElement, Table, and_, column, func, tup
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.slo.burn import Tally
 from tenants.slo.histogram import Histogram
-from tenants.slo.minutes import HOUR_S, Counted, counted
+from tenants.slo.minutes import HOUR_S, tally_hour
 from tenants.slo.objectives import MINUTE_S, Objectives
 from tenants.slo.service import (
     WIDTHS_S,
@@ -36,7 +37,7 @@ from tenants.usage.sums import charged
 HEARD_S = 3600  # an engine that is gone for longer holds nothing back
 _PAGE = 500
 Place: TypeAlias = tuple[str, str]  # model and class
-ByVersion: TypeAlias = dict[str, list[Counted]]
+ByVersion: TypeAlias = dict[str, Tally]
 
 
 class Refused(NamedTuple):
@@ -111,11 +112,11 @@ class Readings:
 
     async def by_version(self, version_ids: Collection[str], start_s: int, end_s: int) -> ByVersion:
         """Of requests that an engine took, by the objective's version that judged them and by minute."""
-        found: ByVersion = defaultdict(list)
+        found: ByVersion = defaultdict(Tally)
 
         def add(rows: Iterable[Any]) -> None:
             for version_id, hour_s, minutes in rows:
-                found[version_id] += (each for each in counted(hour_s, minutes) if start_s <= each[0] < end_s)
+                tally_hour(found[version_id], hour_s, minutes, start_s, end_s)
 
         columns = (ObjectiveHour.version_id, ObjectiveHour.hour_s, ObjectiveHour.minutes)
         query = select(*columns).where(
@@ -145,13 +146,13 @@ class Readings:
         kinds = (col(RefusalMinute.status), col(RefusalMinute.reason))
         seen = await self._session.exec(self._of(RefusalMinute, start_s, end_s, *kinds).distinct())
         ours = [(status, reason) for status, reason in seen if not judge_refusal(status, reason, {}).excluded]
-        found: ByVersion = defaultdict(list)
+        found: ByVersion = defaultdict(Tally)
 
         def add(rows: Iterable[Any]) -> None:
             for minute_s, model, base_model, flow_class, num_requests in rows:
                 in_force = objectives.in_force(self._tenant_id, (model, base_model), flow_class, minute_s * 10**9)
                 if "availability" in in_force:
-                    found[in_force["availability"].version_id].append((minute_s, num_requests, 0))
+                    found[in_force["availability"].version_id].add([minute_s], [num_requests], [0])
 
         if ours:
             names = ("minute_s", "model", "base_model", "flow_class", "num_requests")
@@ -254,8 +255,8 @@ def _pieces_of_hours(hours: Sequence[int], end_s: int) -> Iterator[Piece]:
 
 
 def merged_by_version(*parts: ByVersion) -> ByVersion:
-    found: ByVersion = defaultdict(list)
+    found: ByVersion = defaultdict(Tally)
     for part in parts:
-        for version_id, minutes in part.items():
-            found[version_id] += minutes
+        for version_id, tally in part.items():
+            found[version_id].add(tally.starts, tally.valid, tally.good)
     return found

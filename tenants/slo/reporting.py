@@ -16,7 +16,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.slo import openslo
 from tenants.slo.budgets import attainment, counted_of, incident_rows, objective_row, rounded, versions_of
-from tenants.slo.burn import Counts, Series
+from tenants.slo.burn import Counts, Series, Tally
 from tenants.slo.calendar import Calendar, SloQuery
 from tenants.slo.histogram import Histogram, merged
 from tenants.slo.objectives import Objective, Objectives
@@ -71,7 +71,7 @@ async def _evidence(
 
 def _report(tenant: Tenant, query: SloQuery, calendar: Calendar, evidence: _Evidence, generated_at: int) -> Report:
     promised, interval = evidence.versions, (query.start_s, query.end_s)
-    series = {each.version_id: Series(evidence.counted.get(each.version_id, ())) for each in promised}
+    series = {each.version_id: Series(evidence.counted.get(each.version_id, Tally())) for each in promised}
     found = [incident for each in promised for incident in incident_rows(each, series[each.version_id], *interval)]
     report = Report(
         tenant_id=tenant.tenant_id,

@@ -170,13 +170,14 @@ def _hour(minutes: Minutes) -> tuple[int, int, bytes]:
 def _sums_of(judged: Iterable[_Judged]) -> dict[Place, ServiceSums]:
     """Lost dispatches have no samples, so that there is nothing to take back."""
     found: dict[Place, ServiceSums] = defaultdict(ServiceSums)
-    samples: dict[tuple[Place, str], list[int]] = defaultdict(list)
+    samples: dict[Place, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for each in judged:
         found[each.place].count(each.verdict, each.sign)
+        of_place = samples[each.place]
         for measure, value in each.verdict.samples.items():
-            samples[each.place, measure].append(value)
-    for (place, measure), values in samples.items():
-        found[place].histograms[measure] = histogram_of(values)
+            of_place[measure].append(value)
+    for place, by_measure in samples.items():
+        found[place].histograms = {measure: histogram_of(values) for measure, values in by_measure.items()}
     return found
 
 

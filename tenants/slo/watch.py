@@ -16,8 +16,19 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from tenants.bulk import insert_new
 from tenants.database import Database
 from tenants.events import emit
-from tenants.slo.burn import ALERTS, CALM_MINUTES, LONGEST_SHORT_S, LOOK_BACK_S, Alert, Series, firing, is_calm, rate
-from tenants.slo.minutes import HOUR_S, Counted
+from tenants.slo.burn import (
+    ALERTS,
+    CALM_MINUTES,
+    LONGEST_SHORT_S,
+    LOOK_BACK_S,
+    Alert,
+    Series,
+    Tally,
+    firing,
+    is_calm,
+    rate,
+)
+from tenants.slo.minutes import HOUR_S
 from tenants.slo.objectives import MINUTE_S, PPM, Objective, Objectives
 from tenants.slo.readings import Readings, merged_by_version
 from tenants.slo.repository import ObjectiveRepository
@@ -102,11 +113,11 @@ async def _see(session: AsyncSession, tenant_id: str, at_s: int, seen: _Seen) ->
         await readings.refused_by_version(since_s, at_s, Objectives(versions)),
     )
     for objective in in_force:
-        await asyncio.to_thread(_judge, objective, counted.get(objective.version_id, []), at_s, seen)
+        await asyncio.to_thread(_judge, objective, counted.get(objective.version_id, Tally()), at_s, seen)
 
 
-def _judge(objective: Objective, counted: list[Counted], at_s: int, seen: _Seen) -> None:
-    series = Series(counted)
+def _judge(objective: Objective, tally: Tally, at_s: int, seen: _Seen) -> None:
+    series = Series(tally)
     for alert in ALERTS:
         key = (*objective.key, alert.name)
         if firing(series, alert, at_s, objective.target_ppm):

@@ -5,14 +5,17 @@ from itertools import pairwise
 
 import pytest
 
-from tenants.slo.burn import ALERTS, CALM_MINUTES, WINDOWS_S, Counts, Series, firing, incidents, is_calm, rate
+from tenants.slo.burn import ALERTS, CALM_MINUTES, WINDOWS_S, Counts, Series, Tally, firing, incidents, is_calm, rate
 
 TARGET = 990_000  # 99 %
 MINUTE = 60
 
 
 def series(per_minute: dict[int, tuple[int, int]]) -> Series:
-    return Series((minute * MINUTE, *counts) for minute, counts in per_minute.items())
+    tally = Tally()
+    for minute, (valid, good) in per_minute.items():
+        tally.add([minute * MINUTE], [valid], [good])
+    return Series(tally)
 
 
 def test_the_windows_are_those_of_the_handbook():

@@ -14,7 +14,7 @@ import migrations
 from tenants.database import Database
 from tenants.ledger import Ledger
 from tenants.slo.histogram import merged
-from tenants.slo.minutes import counted as minutes_of
+from tenants.slo.minutes import decode_minutes
 from tenants.slo.service import WIDTHS_S, ServiceSums, decode_sums
 from tenants.slo.sums import SloFold
 from tenants.tables import ObjectiveHour, ServiceSum
@@ -68,9 +68,9 @@ async def counted_by_version(database, tenant_id: str = "ten_a") -> dict[tuple, 
         rows = (await session.exec(select(ObjectiveHour).where(ObjectiveHour.tenant_id == tenant_id))).all()
     found = {}
     for row in rows:
-        minutes = list(minutes_of(row.hour_s, row.minutes))
-        assert (row.valid, row.good) == (sum(each[1] for each in minutes), sum(each[2] for each in minutes))
-        found |= {(minute_s, row.version_id): (valid, good) for minute_s, valid, good in minutes if valid}
+        minutes = decode_minutes(row.minutes)
+        assert (row.valid, row.good) == tuple(map(sum, zip(*minutes.values(), strict=True)))
+        found |= {(row.hour_s + 60 * each, row.version_id): minutes[each] for each in minutes if minutes[each][0]}
     return found
 
 
