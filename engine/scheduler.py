@@ -53,13 +53,15 @@ class ChunkResult(Struct, frozen=True):
 class StepPlan(Struct, frozen=True):
     """Prefill chunks and decodes of one step together, adapter slots assigned and pinned.
 
-    ``preempted`` gave their blocks back and wait again; ``exhausted`` have filled the pool and end.
+    ``preempted`` gave their blocks back and wait again; ``exhausted`` have filled the pool and end. ``is_next``: the
+    chunks are those of the plan before, each of one token then and now, each a token further, in the same slots.
     """
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
     num_tokens: int
     exhausted: tuple[Sequence, ...] = ()
+    is_next: bool = False
 
 
 NOTHING = StepPlan((), (), 0)
@@ -103,6 +105,8 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, config.block_size)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_moves = 0  # into running and out of it
+        self._decoded = -1  # that number when the last plan was one decode of each that runs; -1: it was not
         self._num_needing_history = 0
         self.num_cache_hits = 0  # prompt tokens of leaders that were found at first admission,
         self.num_cache_misses = 0  # and that were not
@@ -134,11 +138,15 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step: decodes, then prefill of what runs, then whose turn it is. Takes blocks and slots;
         ``exhausted`` sequences are finished already."""
-        draft = _Draft(self.config.max_step_tokens)
-        self._plan_prefills(self._plan_decodes(draft), draft)
+        draft, num_moves = _Draft(self.config.max_step_tokens), self._num_moves
+        prefills = self._plan_decodes(draft)
+        self._plan_prefills(prefills, draft)
         self._admit_waiting(draft)
         num_tokens = self.config.max_step_tokens - draft.budget
-        return StepPlan(tuple(draft.chunks), tuple(draft.preempted), num_tokens, tuple(draft.exhausted))
+        is_plain = num_moves == self._num_moves and not prefills and num_tokens == len(self.running)
+        is_next = is_plain and self._decoded == num_moves
+        self._decoded = num_moves if is_plain else -1
+        return StepPlan(tuple(draft.chunks), tuple(draft.preempted), num_tokens, tuple(draft.exhausted), is_next)
 
     def launched(self, plan: StepPlan) -> None:
         """The plan is on the device: what is planned next comes after it."""
@@ -263,6 +271,7 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence, found: list[int], num_blocks: int) -> None:
+        self._num_moves += 1
         for block in found:
             self.pool.retain(block)
         sequence.block_table = found + self.pool.allocate(num_blocks - len(found))
@@ -325,6 +334,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         """Takes a running sequence out and gives back its blocks and its slot."""
+        self._num_moves += 1
         self.running.remove(sequence)
         self._num_needing_history -= sequence.needs_history
         self.pool.release(sequence.block_table)
