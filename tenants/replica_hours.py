@@ -5,7 +5,6 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.database import Database
 
-MIN_DAYS = 2  # what reports of today and yesterday need by the second
 _HOUR_NS = 3600 * 10**9
 _DAY_NS = 24 * _HOUR_NS
 _SUMMED = ("wall_ns", "attributed_ns", "load_ns", "recompute_ns", "lost_ns", "idle_ns", "overhead_ns")
@@ -19,7 +18,8 @@ def _mean(name: str) -> str:
 
 
 _ADD = text(
-    "INSERT INTO replica_hour (engine_id, incarnation_unix_ns, first_number, model, last_number, until_unix_ns,"
+    "INSERT INTO replica_hour"  # noqa: S608 (our own names)
+    " (engine_id, incarnation_unix_ns, first_number, model, last_number, until_unix_ns,"
     f" {', '.join((*_SUMMED, *_WEIGHTED))})"
     " SELECT engine_id, incarnation_unix_ns, min(number), min(model), max(number), max(until_unix_ns),"
     f" {', '.join((*(f'CAST(sum({name}) AS BIGINT)' for name in _SUMMED), *map(_mean, _WEIGHTED)))}"
@@ -27,7 +27,8 @@ _ADD = text(
     " HAVING count(*) = max(number) - min(number) + 1 AND min(model) = max(model)"
 )
 _REMOVE = text(
-    f"DELETE FROM replica_time WHERE {_IN} AND EXISTS (SELECT 1 FROM replica_hour h"
+    f"DELETE FROM replica_time WHERE {_IN}"  # noqa: S608
+    " AND EXISTS (SELECT 1 FROM replica_hour h"
     " WHERE h.engine_id = replica_time.engine_id AND h.incarnation_unix_ns = replica_time.incarnation_unix_ns"
     " AND replica_time.number BETWEEN h.first_number AND h.last_number)"
 )
