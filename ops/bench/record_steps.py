@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -43,11 +44,11 @@ Line: TypeAlias = dict[str, Any]
 
 
 class Event(Protocol):
-    """A place in a device's stream, as torch.cuda.Event has it; ``elapsed_time`` in ms."""
+    """A place in a device's stream, as torch.cuda.Event has it; ``elapsed_time`` to a later one in ms."""
 
     def record(self) -> None: ...
     def synchronize(self) -> None: ...
-    def elapsed_time(self, end: Any) -> float: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class HostEvent:
@@ -62,8 +63,8 @@ class HostEvent:
     def synchronize(self) -> None:
         """It has come so far."""
 
-    def elapsed_time(self, end: "HostEvent") -> float:
-        return (end.ns - self.ns) / 1e6
+    def elapsed_time(self, end_event: "HostEvent", /) -> float:
+        return (end_event.ns - self.ns) / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def prepared(draw: random.Random, vocab_size: int, longest: int) -> list[Submit]
 def record(bench: Bench, num_steps: int, num_warm_up: int = 0, seed: int = 1) -> Iterator[Line]:
     """Runs that many steps; each line when its step has landed, but for those of the warm-up."""
     on_gpu, draw = bench.device.type == "cuda", random.Random(seed)
-    recorder = Recorder(bench.runner, (lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else HostEvent)
+    recorder = Recorder(bench.runner, partial(torch.cuda.Event, enable_timing=True) if on_gpu else HostEvent)
     for number, lora_rank in enumerate((4, 8, 16) * 2):
         weights = random_adapter(bench.decoder.config, lora_rank, 100 + number, bench.device)
         bench.engine.adapter_ready(f"a{number}", bench.runner.prepare(weights))

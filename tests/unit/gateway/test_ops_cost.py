@@ -118,7 +118,7 @@ def test_the_command_line_shows_the_same_report(server: OpsServer):
     assert json.loads(exact.output)["data"][0]["base_model"] == "m"
 
 
-def test_old_seconds_of_replicas_become_hours_by_a_command_and_reports_say_the_same(
+def test_old_seconds_of_replicas_become_hours_by_a_command_and_the_report_is_the_same(
     server: OpsServer, ops: httpx.Client
 ):
     hour_s = (NOW_S - 120 * 86_400) // 3_600 * 3_600
