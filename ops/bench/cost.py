@@ -24,6 +24,7 @@ from engine import cost
 from engine.cost import FEATURES, Floats, StepShape, features, weights
 from engine.cost_fit import CostFit
 from ops.bench.weighing import weighing
+from ops.default_model import DEFAULT_GGUF
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 RULES = ("by token", "equal", "leave one out")
@@ -151,12 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--model", default=".models/SmolLM2-135M-Instruct.Q4_1.gguf", help="a SOURCE of ./run serve")
+    parser.add_argument("--model", default=str(DEFAULT_GGUF), help="a SOURCE of ./run serve")
     parser.add_argument("--clock", choices=("ns", "cpu_ns"), default="ns", help="cpu_ns: of the processor, one thread")
     parser.add_argument("--note", default="")
     options = parser.parse_args()
     logs = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in options.log}
-    for name, lines in (logs or {f"{options.model} on this CPU": recorded(options.steps, options.model)}).items():
+    for name, lines in (
+        logs or {f"{Path(options.model).name} on this CPU": recorded(options.steps, options.model)}
+    ).items():
         found = evaluate(lines, options.clock)
         show(name, found)
         append({"log": name, "clock": options.clock, **found}, options.note)

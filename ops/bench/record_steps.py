@@ -34,8 +34,8 @@ from engine.weights import load_model
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.gpu_engine import Bench
 from ops.bench.random_model import random_adapter
+from ops.default_model import DEFAULT_GGUF
 
-MODEL = Path(".models/SmolLM2-135M-Instruct.Q4_1.gguf")
 NUM_ADAPTERS = 8
 NUM_PREPARED = 512  # requests, given again and again under new names and in new namespaces
 WALK_STEPS = 24  # so long the number of requests at a time stays
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--warm-up", type=int, default=100)
-    parser.add_argument("--model", default=str(MODEL), help="of shape smollm: as ./run serve takes a SOURCE")
+    parser.add_argument("--model", default=str(DEFAULT_GGUF), help="of shape smollm: as ./run serve takes a SOURCE")
     parser.add_argument("--out", type=Path, default=Path("steps.jsonl"))
     options = parser.parse_args()
     if options.device == "cpu":
