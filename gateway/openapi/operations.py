@@ -291,6 +291,7 @@ _REPORTS = (
         name="getSlo",
         summary="What was promised and what was kept",
         answers=(SloReport,),
+        texts=(CSV, HTML),
         parameters=(*_slo(), *LABELS),
         refusals=KEYED,
     ),

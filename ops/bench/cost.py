@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.cost import FEATURES, Floats, StepShape, features, weights
 from engine.cost_fit import CostFit
+from ops.default_model import DEFAULT_GGUF
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 RULES = ("by token", "equal", "leave one out")
@@ -116,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+    parser.add_argument("--model", type=Path, default=DEFAULT_GGUF)
     parser.add_argument("--clock", choices=("ns", "cpu_ns"), default="ns", help="cpu_ns: of the processor, one thread")
     parser.add_argument("--note", default="")
     options = parser.parse_args()

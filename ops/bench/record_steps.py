@@ -24,8 +24,8 @@ from engine.scheduler import StepPlan
 from engine.weights import load_model
 from ops.bench.gpu_engine import Bench
 from ops.bench.random_model import random_adapter
+from ops.default_model import DEFAULT_GGUF
 
-MODEL = Path(".models/SmolLM2-135M-Instruct.Q4_1.gguf")
 NUM_ADAPTERS = 8
 WALK_STEPS = 24  # so long the number of requests at a time stays
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--shape", default="smollm")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--model", type=Path, default=MODEL, help="of shape smollm: a .gguf file")
+    parser.add_argument("--model", type=Path, default=DEFAULT_GGUF, help="of shape smollm: a .gguf file")
     parser.add_argument("--out", type=Path, default=Path("steps.jsonl"))
     options = parser.parse_args()
     if options.device == "cpu":

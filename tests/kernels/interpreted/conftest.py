@@ -18,9 +18,10 @@ _RESULTS = "TENORA_TEST_RESULTS"  # the file into which the child writes a line 
 _found: dict[str, tuple[str, str]] = {}
 
 if IN_CHILD:
-    from tests.kernels.interpreted import shim
+    from tests.kernels.interpreted import shim, shortcuts
 
-    shim.install()
+    shortcuts.install()
+    shim.install()  # and checks both
     torch.set_num_threads(1)
 
 
@@ -66,7 +67,7 @@ def pytest_runtest_logreport(report):
 
 def _run_child(path: Path, session: pytest.Session, config: pytest.Config) -> None:
     ids = [item.nodeid for item in session.items if item.path == path]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ids]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--disable-plugin-autoload", *ids]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
         results.touch()
