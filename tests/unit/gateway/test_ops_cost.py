@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from click.testing import CliRunner
-from ops_client import client_of, error_of
+from ops_client import client_of, error_of, within
 
 from gateway.cli import main
 from tenants import replica_times
@@ -179,9 +179,9 @@ def test_an_operator_reads_what_every_tenant_used_and_was_charged_in_the_tenants
 
 @pytest.mark.parametrize("path", ["/reports/usage", "/reports/charges"])
 def test_what_everybody_was_charged_is_for_the_scope_billing(server: OpsServer, ops: httpx.Client, path: str):
-    with client_of(
-        server, ops.post("/operators", json={"name": path, "scopes": ["read"]}).json()["operator_key"]
-    ) as reader:
+    text = ops.post("/operators", json={"name": path, "scopes": ["read"]}).json()["operator_key"]
+    within(10, lambda: server.context.directory.authenticate_operator(text))
+    with client_of(server, text) as reader:
         refused = reader.get(path, params={"start_time": 0})
 
     assert error_of(refused) == (403, "insufficient_scope", None)
