@@ -4,10 +4,10 @@ import concurrent.futures
 from collections import Counter
 from dataclasses import dataclass
 
-import httpx
 import psutil
 import pytest
 
+from tests import plain
 from tests.load import OPTIONS, load, models
 from tests.observed import documented, drawn, families, gaps, items, unknown_names
 from tests.served import Served, eventually, parse_metrics, serving
@@ -136,7 +136,7 @@ def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kil
     victim.kill()
     during = [outcomes() for _ in range(5)]
     eventually(lambda: len(four.gateways()) == 4 and victim.pid not in {child.pid for child in four.gateways()})
-    eventually(lambda: httpx.get(f"{four.ops_url}/readyz").status_code == 200)
+    eventually(lambda: plain.get(f"{four.ops_url}/readyz").status_code == 200)
     totals = []
     for _ in range(10):
         assert call(1) == 200
@@ -151,11 +151,11 @@ def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kil
 
 
 def test_metrics_need_no_key_and_speak_openmetrics_when_asked(served: Served):
-    plain = httpx.get(f"{served.ops_url}/metrics")
-    asked = httpx.get(f"{served.ops_url}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    usual = plain.get(f"{served.ops_url}/metrics")
+    asked = plain.get(f"{served.ops_url}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
 
-    assert plain.headers["content-type"].startswith("text/plain")
-    assert parse_metrics(plain.text)
+    assert usual.headers["content-type"].startswith("text/plain")
+    assert parse_metrics(usual.text)
     assert asked.headers["content-type"].startswith("application/openmetrics-text")
     assert asked.text.endswith("# EOF\n")
 

@@ -30,6 +30,7 @@ from tenants import keys
 from tenants.pricing import default_prices
 from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
+from tests import plain
 from tests.stores import ValkeyServer, valkey_server
 from tests.tiny import tiny_config, write_hf_dir
 
@@ -100,7 +101,7 @@ class House:
 
     def http(self, key: str = "", **options) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url + "/v1", headers=headers, timeout=60, **options)
+        return plain.client(base_url=self.url + "/v1", headers=headers, timeout=60, **options)
 
     def on_loop(self, coroutine) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)

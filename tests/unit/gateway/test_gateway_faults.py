@@ -15,6 +15,7 @@ from gateway_harness import House, eventually, rows, running_house
 
 from engine import wire
 from tenants.tables import LedgerEntry, RequestRecord
+from tests import plain
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 110, "temperature": 0, "ignore_eos": True}
 
@@ -286,7 +287,7 @@ def test_what_the_drain_cuts_off_ends_with_an_error_event_and_is_not_billed(frag
         with fragile.http(key) as http:
             refused = http.post("/completions", json=BODY)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert httpx.get(f"{fragile.url}/health").status_code == 503
+        assert plain.get(f"{fragile.url}/health").status_code == 503
         fragile.loop.call_soon_threadsafe(pipeline.dispatch.interrupt_all)
 
     text = stream_until(fragile, key, drain, BODY | {"n": 8})
