@@ -23,7 +23,6 @@ BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "n": 8, "ignore
 @contextlib.contextmanager
 def gateway_process(settings: Settings, index: int) -> Iterator[tuple[subprocess.Popen, str]]:
     """A further gateway beside the house's own, on the same stores and engine; it is ready."""
-    settings.run_dir.mkdir(exist_ok=True, mode=0o700)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = subprocess.Popen(
             [sys.executable, "-m", "gateway.main", "--listen-fd", str(listener.fileno()), "--index", str(index)],
@@ -42,6 +41,7 @@ def gateway_process(settings: Settings, index: int) -> Iterator[tuple[subprocess
 
 @pytest.fixture
 def settings(house: House) -> Settings:
+    house.settings.run_dir.mkdir(exist_ok=True, mode=0o700)
     return replace(house.settings, drain_seconds=20.0)
 
 
@@ -79,11 +79,11 @@ def test_sigterm_lets_a_running_stream_finish_and_ends_with_0(key: str, settings
     assert status == 0
 
 
-def test_it_ends_with_its_parent(settings: Settings):
-    """The parent is a shell of our own that is killed while the gateway runs."""
+def test_it_ends_with_its_parent_also_where_hangups_are_ignored(settings: Settings):
+    """The parent is a shell of our own that is killed while the gateway runs; it ignores SIGHUP, as nohup has it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         number = listener.fileno()
-        command = f"{sys.executable} -m gateway.main --listen-fd {number} --index 9 & echo $!; wait"
+        command = f"trap '' HUP; {sys.executable} -m gateway.main --listen-fd {number} --index 9 & echo $!; wait"
         shell = subprocess.Popen(
             ["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, pass_fds=(number,),
             env={**os.environ, **settings.to_env()},
