@@ -97,9 +97,10 @@ def check_length(field: str, text: str) -> None:
         raise InvalidValue(field, f"has at most {MAX_NAME_LENGTH} bytes")
 
 
-def check_time_zone(name: str) -> None:
+def check_time_zone(name: str) -> ZoneInfo:
+    """Raises InvalidValue."""
     try:
-        ZoneInfo(name)
+        return ZoneInfo(name)
     except (ValueError, OSError, KeyError) as error:
         raise InvalidValue("time_zone", f"{name!r} is no IANA time zone") from error
 

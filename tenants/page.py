@@ -26,34 +26,45 @@ table { width: 100%; border-collapse: collapse; margin: .5rem 0 1rem; font-varia
 th, td { padding: .35rem .5rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line);
   overflow-wrap: break-word; unicode-bidi: isolate; }
 th { font-size: .85rem; font-weight: 600; color: var(--soft); background: var(--back); }
-.number { text-align: right; white-space: nowrap; }
+.heading th { padding: 0 0 .5rem; font-size: 1.1rem; color: var(--ink); background: none; border: 0;
+  overflow-wrap: anywhere; }
+.number { text-align: right; white-space: nowrap; width: 1%; }
 .total td { font-weight: 700; border-top: 2px solid var(--ink); }
 .none { color: var(--soft); text-align: center; }
-svg { display: block; max-width: 100%; height: auto; margin: .5rem 0 1rem; }
+svg { display: block; width: 100%; height: auto; margin: .5rem 0 1rem; }
 footer { margin-top: 2rem; color: var(--soft); font-size: .8rem; overflow-wrap: anywhere; }
 @media screen and (max-width: 40rem) {
   body { padding: 1rem; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .5rem; }
-  thead { display: none; }
-  table, tbody, tr { display: block; }
-  tr { border: 1px solid var(--line); border-radius: .4rem; margin-bottom: .6rem; padding: .3rem .6rem; }
+  table, thead, tbody { display: block; }
+  thead tr { display: none; }
+  thead .heading { display: block; }
+  tbody tr { border: 1px solid var(--line); border-radius: .4rem; margin-bottom: .6rem; padding: .3rem .6rem;
+    display: flex; flex-direction: column; }
   td { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: .15rem 0; text-align: right;
     overflow-wrap: anywhere; }
   td::before { content: attr(data-label); color: var(--soft); text-align: left; flex: none; max-width: 50%; }
   td.none { justify-content: center; }
+  td.head { order: -1; font-weight: 600; text-align: left; }
+  td.head::before { content: none; }
   td:empty { display: none; }
-  .number { white-space: normal; }
+  .number { white-space: normal; width: auto; }
+  svg text { font-size: 18px; }
   .total { border: 2px solid var(--ink); }
   .total td { border: 0; }
 }
 @media print {
-  @page { size: A4; margin: 14mm; }
+  @page { size: A4; margin: 14mm 14mm 18mm;
+    @bottom-right { content: "Page " counter(page) " of " counter(pages); font: 7.5pt sans-serif; color: #5c6570; } }
   html { font-size: 11px; }
   body { max-width: none; padding: 0; font-size: 8.5pt; line-height: 1.4; }
   th, td { padding: .25rem .4rem; }
-  h2, tr, svg { break-inside: avoid; }
+  h2, tr, svg, footer { break-inside: avoid; }
   h2 { break-after: avoid; }
+  .total, footer { break-before: avoid; }
+  h2 { margin: 1.4rem 0 .3rem; }
+  svg { margin: .3rem 0 .6rem; }
   thead { display: table-header-group; }
 }
 """
@@ -69,10 +80,12 @@ _BREAKS = frozenset("\u2028\u2029")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``number``: its cells are set to the right and never broken."""
+    """``number``: its cells are set to the right and never broken. ``heads``: on a narrow screen, where a row is a
+    card, its cell stands first and needs no name."""
 
     name: str
     number: bool = False
+    heads: bool = False
 
 
 def escape(text: str) -> str:
@@ -108,9 +121,11 @@ def facts(pairs: Iterable[tuple[str, object]]) -> str:
     return "<dl>\n" + "\n".join(rows) + "\n</dl>"
 
 
-def table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]], total: Sequence[object] = ()) -> str:
-    """Cells are text; None is an empty one. Without a row it says so. ``total``: a last row that stands out. On a
-    narrow screen each row is a card with its columns' names."""
+def table(
+    columns: Sequence[str | Column], rows: Iterable[Sequence[object]], total: Sequence[object] = (), heading: str = ""
+) -> str:
+    """Cells are text; None is an empty one. Without a row it says so. ``total``: a last row that stands out;
+    ``heading``: stands above, on each printed page. On a narrow screen each row is a card with its columns' names."""
     shaped = [column if isinstance(column, Column) else Column(column) for column in columns]
     head = "".join(f"<th{_class(column)}>{escape(column.name)}</th>" for column in shaped)
     body = [_row(shaped, row) for row in rows]
@@ -118,7 +133,8 @@ def table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]], tot
         body = [f'<tr><td class="none" colspan="{len(shaped)}">None</td></tr>']
     if total:
         body.append(_row(shaped, total, ' class="total"'))
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n</table>"
+    above = f'<tr class="heading"><th colspan="{len(shaped)}">{escape(heading)}</th></tr>' if heading else ""
+    return f"<table>\n<thead>{above}<tr>{head}</tr></thead>\n<tbody>\n" + "\n".join(body) + "\n</tbody>\n</table>"
 
 
 def _row(columns: Sequence[Column], row: Sequence[object], attribute: str = "") -> str:
@@ -130,7 +146,8 @@ def _row(columns: Sequence[Column], row: Sequence[object], attribute: str = "") 
 
 
 def _class(column: Column) -> str:
-    return ' class="number"' if column.number else ""
+    names = [name for name, has in (("number", column.number), ("head", column.heads)) if has]
+    return f' class="{" ".join(names)}"' if names else ""
 
 
 def _is_unsafe(char: str) -> bool:

@@ -49,7 +49,7 @@ def _complain(message: str, context: click.Context | None) -> None:
     click.echo(f"tenora: {' '.join(message.split())}{hint}", err=True)
 
 
-def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def apply_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         for option in reversed(options):
             function = option(function)
@@ -60,13 +60,13 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the server's JSON.")
 home_option = click.option("--home", default="./.tenora", envvar="TENORA_HOME", show_default=True, type=Path)
-ops_options = _with(
+ops_options = apply_options(
     home_option,
     click.option("--ops-url", default="http://127.0.0.1:8001", envvar="TENORA_OPS_URL", show_default=True),
     click.option("--operator-key", default="", envvar="TENORA_OPERATOR_KEY", help="[default: from credentials.json]"),
     as_json,
 )
-database_options = _with(
+database_options = apply_options(
     home_option,
     click.option("--database-url", default="", envvar="TENORA_DATABASE_URL", help="[default: SQLite in HOME]"),
     as_json,
@@ -78,11 +78,14 @@ overlap_option = click.option(
     show_default=True,
     help="How long the old key lives on; 0 ends it at once.",
 )
-tenant_options = _with(
-    click.option("--url", default="http://127.0.0.1:8000/v1", envvar="TENORA_URL", show_default=True),
-    click.option("--api-key", envvar="TENORA_API_KEY", required=True, help="The tenant's key."),
-    as_json,
-)
+tenant_url = click.option("--url", default="http://127.0.0.1:8000/v1", envvar="TENORA_URL", show_default=True)
+
+
+def tenants_key(*, required: bool) -> Callable[[Any], Any]:
+    return click.option("--api-key", envvar="TENORA_API_KEY", required=required, help="The tenant's key.")
+
+
+tenant_options = apply_options(tenant_url, tenants_key(required=True), as_json)
 
 
 def ops_api(home: Path, ops_url: str, operator_key: str) -> Api:

@@ -1,4 +1,4 @@
-"""`tenora report`: with a tenant's own key what it used; with an operator's what it was promised and got."""
+"""`tenora report`: what was used and charged, what it cost, and what was promised and got."""
 
 from pathlib import Path
 from typing import Any
@@ -6,36 +6,19 @@ from urllib.parse import urlencode
 
 import click
 
-from gateway.client import Api
-from gateway.commands.common import find_tenant, ops_api, ops_options, show, tenant_options
+from gateway.commands.common import find_tenant, ops_api, ops_options, show
 from gateway.commands.cost import report_cost
+from gateway.commands.usage import report_charges, report_usage
 
 
 @click.group("report")
 def report() -> None:
-    """What a tenant used (with the tenant's own key), what it cost and how it was served (with an operator's)."""
+    """What tenants used and were charged (a tenant's own with its key, everybody's with an operator's), what that
+    cost, and how tenants were served."""
 
 
-report.add_command(report_cost)
-
-
-@report.command("usage")
-@click.option("--start-time", type=int, required=True, help="Unix seconds, inclusive.")
-@click.option("--end-time", type=int, help="Unix seconds, exclusive.  [default: now]")
-@click.option("--bucket-width", type=click.Choice(["1m", "1h", "1d"]), default="1d", show_default=True)
-@click.option("--group-by", multiple=True, help="model, api_key_id, service_tier, …  Repeatable.")
-@tenant_options
-def report_usage(url: str, api_key: str, as_json: bool, **query: Any) -> None:
-    """Tokens and requests by time."""
-    wanted = {name: value for name, value in query.items() if value not in (None, ())}
-    buckets = Api(url, api_key).every("/organization/usage/completions", wanted)
-    rows = [row | {"start_time": bucket["start_time"]} for bucket in buckets for row in bucket["results"]]
-    columns = ("start_time", "model", "input_tokens", "input_cached_tokens", "output_tokens", "num_model_requests")
-    show(
-        {"object": "page", "data": buckets} if as_json else {"data": rows},
-        as_json,
-        {name: name.upper() for name in columns},
-    )
+for command in (report_usage, report_charges, report_cost):
+    report.add_command(command)
 
 
 @report.command("slo")

@@ -58,6 +58,7 @@ _RUNNING: Codes = (
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────
 
 _VERSION = {"type": "integer", "minimum": 0, "maximum": 999_999_999}
+_ZONE = {"type": "string", "pattern": "^[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}$"}
 _BINARY = {"type": "string", "format": "binary"}
 _ONCE = (
     Parameter(
@@ -86,6 +87,7 @@ def _report(report: Report) -> tuple[Parameter, ...]:
         "start_time": (SECONDS, "Unix seconds; needed unless `page` is given."),
         "end_time": (SECONDS, "Unix seconds; now by default."),
         "bucket_width": ({"enum": list(report.limits)}, "1d by default."),
+        "time_zone": (_ZONE, "Hours and days are that zone's (IANA name); UTC's by default."),
         "limit": ({"type": "integer", "minimum": 1, "maximum": most}, "Buckets in a page; fewer of wider buckets."),
         "page": ({"type": "string", "pattern": "^(page_)?[0-9]{1,10}$"}, "The `next_page` of an earlier answer."),
         "group_by": (groups, "What results are parted by."),
@@ -289,6 +291,7 @@ _REPORTS = (
         name="getSlo",
         summary="What was promised and what was kept",
         answers=(SloReport,),
+        texts=(CSV, HTML),
         parameters=(*_slo(), *LABELS),
         refusals=KEYED,
     ),

@@ -1,4 +1,4 @@
-"""What a usage or cost report is asked for: OpenAI's query parameters, as one page's UsageQuery."""
+"""What a usage or cost report is asked for: OpenAI's query parameters and a time zone, as one page's UsageQuery."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -8,11 +8,11 @@ from typing import TypeVar
 from litestar import Request
 
 from gateway.errors import invalid
-from gateway.parts import parts_of, principal_of
 from gateway.resources import Bucket, ReportPage
 from tenants.errors import InvalidValue
-from tenants.repositories import RecordRepository
-from tenants.usage.query import WIDTH_S, BucketWidth, GroupBy, Row, TimeBucket, UsageQuery
+from tenants.limits import check_time_zone
+from tenants.usage.query import WIDTH_S, BucketWidth, GroupBy, Row, TimeBucket, UsageQuery, page_end
+from tenants.usage.repository import UsageRepository
 
 Result = TypeVar("Result")
 _MAX_LISTED = 1000
@@ -21,7 +21,7 @@ _MAX_LISTED = 1000
 @dataclass(frozen=True, slots=True)
 class Report:
     """One kind of report: its buckets as width → (how many by default, how many at most), and its groups: OpenAI's
-    name → ours, None where everything of a tenant is in one group."""
+    name → ours, None where everything is in one group. A tenant is its own only project."""
 
     limits: dict[str, tuple[int, int]]
     groups: dict[str, GroupBy | None]
@@ -78,8 +78,9 @@ class Page:
         return ReportPage(data=buckets, has_more=more, next_page=next_page)
 
 
-async def page_of(request: Request, report: Report) -> Page:
-    """Days are UTC's. An interval with more buckets than a page can have begins with the tenant's first request.
+async def page_of(request: Request, report: Report, usage: UsageRepository, tenant_id: str | None) -> Page:
+    """Hours and days are UTC's, or those of ``time_zone``. An interval with more buckets than a page can have begins
+    with the first charge: the tenant's, or with None anybody's.
 
     Raises ApiError 400 that names the parameter.
     """
@@ -94,19 +95,19 @@ async def page_of(request: Request, report: Report) -> Page:
     if not 1 <= limit <= most:
         raise invalid(f"'limit' lies between 1 and {most}.", "limit")
     end_s = _number(request, "end_time", int(time.time()) + 1)
-    start_s = await _start(request, end_s, most * WIDTH_S[width])
-    page_end_s = min(end_s, (start_s // WIDTH_S[width] + limit) * WIDTH_S[width])
-    ours: list[GroupBy | None] = [report.groups[name] for name in dict.fromkeys(grouped)]
-    groups: list[GroupBy] = [name for name in ours if name is not None]
-    filters = _listed(request, "models"), _listed(request, "api_key_ids")
+    start_s = await _start(request, end_s, most * WIDTH_S[width], usage, tenant_id)
+    groups = tuple(dict.fromkeys(ours for name in grouped if (ours := report.groups[name])))
+    filters = _listed(request, "models"), _listed(request, "api_key_ids"), _listed(request, "project_ids")
     try:
-        query = UsageQuery(start_s, page_end_s, width, tuple(groups), *filters)
+        zone = check_time_zone(request.query_params.get("time_zone", "UTC"))
+        page_end_s = page_end(start_s, end_s, width, zone, limit)
+        query = UsageQuery(start_s, page_end_s, width, groups, *filters, zone)
     except InvalidValue as error:
         raise invalid(str(error), error.field) from None
     return Page(query, _matches(request), frozenset(grouped), end_s)
 
 
-async def _start(request: Request, end_s: int, longest_s: int) -> int:
+async def _start(request: Request, end_s: int, longest_s: int, usage: UsageRepository, tenant_id: str | None) -> int:
     page = request.query_params.get("page", "")
     if page:
         number = page.removeprefix("page_")
@@ -118,18 +119,15 @@ async def _start(request: Request, end_s: int, longest_s: int) -> int:
     start_s = _number(request, "start_time", 0)
     if end_s - start_s <= longest_s:
         return start_s
-    async with parts_of(request).database.session() as session:
-        first_s = await RecordRepository(session).first_finished_s(principal_of(request).tenant_id)
-    return max(start_s, min(first_s or end_s, end_s - 1))
+    return max(start_s, min(await usage.first_s(tenant_id) or end_s, end_s - 1))
 
 
 def _matches(request: Request) -> bool:
-    """A tenant is its only project; users are not told apart, and there are no batch jobs."""
-    projects, batch = _listed(request, "project_ids"), request.query_params.get("batch", "false").lower()
+    """Users are not told apart, and there are no batch jobs."""
+    batch = request.query_params.get("batch", "false").lower()
     if batch not in ("true", "false"):
         raise invalid("'batch' is true or false.", "batch")
-    own = not projects or principal_of(request).tenant_id in projects
-    return own and batch == "false" and not _listed(request, "user_ids")
+    return batch == "false" and not _listed(request, "user_ids")
 
 
 def _number(request: Request, name: str, default: int) -> int:

@@ -16,7 +16,7 @@ from tenants.errors import InvalidValue
 from tenants.periods import midnight_ns
 from tenants.slo.calendar import GROUPS, SloQuery
 from tenants.slo.objectives import MINUTE_S
-from tenants.slo.page import csv, html
+from tenants.slo.page import TABLES, csv, html
 from tenants.slo.report import Report
 from tenants.slo.reporting import slo_report
 from tenants.tables import Tenant
@@ -28,11 +28,9 @@ _NUMBER, _DATE = re.compile(r"[0-9]{1,10}"), re.compile(r"[0-9]{4}-[0-9]{2}-[0-9
 
 async def answer(session: AsyncSession, tenant: Tenant, asked: Mapping[str, str]) -> Response:
     """Raises InvalidValue, which names the parameter."""
-    form = asked.get("format", "json")
-    if form not in FORMATS:
-        raise InvalidValue("format", f"is one of {', '.join(FORMATS)}")
+    form, which = _one_of("format", asked, FORMATS), _one_of("table", asked, TABLES)
     report = await slo_report(session, tenant, query_of(asked, tenant.time_zone))
-    return await asyncio.to_thread(_as, form, report, asked)
+    return await asyncio.to_thread(_as, form, report, which)
 
 
 def query_of(asked: Mapping[str, str], time_zone: str, now: float | None = None) -> SloQuery:
@@ -45,11 +43,18 @@ def query_of(asked: Mapping[str, str], time_zone: str, now: float | None = None)
     return SloQuery(start_s, end_s, groups)
 
 
-def _as(form: str, report: Report, asked: Mapping[str, str]) -> Response:
+def _one_of(name: str, asked: Mapping[str, str], known: tuple[str, ...]) -> str:
+    """The first of them unless told; also where nothing depends on it."""
+    value = asked.get(name, known[0])
+    if value not in known:
+        raise InvalidValue(name, f"is one of {', '.join(known)}")
+    return value
+
+
+def _as(form: str, report: Report, which: str) -> Response:
     if form == "html":
         return page_answer(html(report))
     if form == "csv":
-        which = asked.get("table", "rows")
         return csv_answer(csv(report, which), f"slo-{which}")
     return Response(msgspec.json.encode(report), media_type="application/json")
 

@@ -37,8 +37,8 @@ from engine.weights import LoadedModel, load_model
 from engine.weights.adapter import AdapterWeights, LoraPair
 from engine.wire import Flow, SamplingParams, Submit, pack_ids, unpack_ids
 from kernels.linear import onednn, reference
+from ops.default_model import DEFAULT_GGUF
 
-MODEL = Path(".models/SmolLM2-135M-Instruct.Q4_1.gguf")
 RESULTS = Path(__file__).with_name("results.jsonl")
 PROMPT_TOKENS, DECODE_STEPS = 128, 16
 ADAPTERS = {"a": (8, MODULES), "b": (8, MODULES), "c": (4, MODULES[:4]), "d": (16, MODULES)}
@@ -254,7 +254,7 @@ def main() -> None:
     num_threads = int(options.threads)
     torch.set_num_threads(num_threads)
     keep_freed_memory()
-    rows = measure_rows(load_model(MODEL, torch.float32), options.rounds)
+    rows = measure_rows(load_model(DEFAULT_GGUF, torch.float32), options.rounds)
     show(num_threads, rows)
     record(num_threads, rows, options.note)
 

@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo
 from tenants.csv_text import csv_text
 from tenants.invoices.invoices import Issued
 from tenants.invoices.lines import number_text
-from tenants.page import Column, facts, page, section, table
+from tenants.page import Column, facts, page, table
 from tenants.pricing import ADAPTER_METERS, MEGABYTE, unit_of
 from tenants.tables import Invoice, InvoiceLine
 
@@ -62,13 +62,13 @@ def invoice_page(issued: Issued) -> str:
         )
     )
     columns = (
-        *(Column("Line", number=True), "Description", Column("Quantity", number=True)),
+        *(Column("Line", number=True), Column("Description", heads=True), Column("Quantity", number=True)),
         *(Column("Unit price", number=True), Column(f"Amount ({invoice.currency})", number=True)),
     )
     rows = [_row(line, zone) for line in issued.lines if line.kind != "rounding" or line.amount_cents]
     total = (None, "Total", None, None, _grouped(invoice.total_cents))
-    shown = section("Charges", table(columns, rows, total))
-    return page(f"Invoice {number_text(invoice)}", about, shown, _footer(issued))
+    number = number_text(invoice)
+    return page(f"Invoice {number}", about, table(columns, rows, total, f"Charges of {number}"), _footer(issued))
 
 
 def _row(line: InvoiceLine, zone: ZoneInfo) -> tuple[object, ...]:
@@ -97,8 +97,14 @@ def _quantity(line: InvoiceLine) -> str:
 
 def _unit_price(line: InvoiceLine) -> str:
     if line.meter in ADAPTER_METERS:
-        return f"${exact_usd(line.unit_price_picousd * _GB_HOUR_BYTE_SECONDS // MEGABYTE):,f} / GB·h"
-    return f"${exact_usd(line.unit_price_picousd * 10**6):,f} / 1M"
+        return f"{_price(line.unit_price_picousd * _GB_HOUR_BYTE_SECONDS // MEGABYTE)} / GB·h"
+    return f"{_price(line.unit_price_picousd * 10**6)} / 1M"
+
+
+def _price(picousd: int) -> str:
+    """Exact, and in cents at least."""
+    exact = exact_usd(picousd)
+    return f"${exact:,.{max(2, -int(exact.as_tuple().exponent))}f}"
 
 
 def _footer(issued: Issued) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from decimal import ROUND_FLOOR, Decimal
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -12,13 +13,14 @@ from tenants.errors import InvalidValue
 from tenants.page import Column, escape, facts, page, section, table
 from tenants.slo.charts import BarChart, Line, LineChart
 from tenants.slo.objectives import SLIS
-from tenants.slo.report import Attainment, Day, IncidentRow, Latency, ObjectiveRow, Report, Row
+from tenants.slo.report import Attainment, IncidentRow, Latency, ObjectiveRow, Report, Row
 
 TABLES = ("rows", "objectives", "incidents", "days", "hours")
 NOT_ENOUGH = "n/a"
 _MOST_BARS = 16
 _BURN_WINDOWS = ("1h", "6h", "1d", "3d")
 _PICO_DIGITS = 12
+_FIXED = "\N{NO-BREAK SPACE}"
 _HOW = (
     "TTFT: from the request fully read to the first token sent, streams only. TPOT: mean time between tokens, of one "
     "choice with two tokens or more. E2E: from the request fully read to the last byte of an answer. Attainment is "
@@ -79,14 +81,15 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
+    zone = ZoneInfo(report.time_zone)
     return [
         ("Account", f"{report.tenant_name} ({report.tenant_id})"),
-        ("From", report.local_start),
-        ("To (not included)", report.local_end),
+        ("From", _when(report.start, zone)),
+        ("To (not included)", _when(report.end, zone)),
         ("Time zone", report.time_zone),
-        ("Made", _when(report.generated_at, ZoneInfo(report.time_zone))),
-        ("Complete until", _when(report.complete_until, ZoneInfo(report.time_zone))),
-        ("Interval over", _percent(report.elapsed_ratio)),
+        ("Made", _when(report.generated_at, zone)),
+        ("Complete until", _when(report.complete_until, zone)),
+        ("Elapsed", _percent(report.elapsed_ratio, 1)),
     ]
 
 
@@ -101,21 +104,23 @@ def _summary(total: Row) -> list[tuple[str, str]]:
     ]
 
 
+_MODEL = Column("Model", heads=True)
 _OBJECTIVE_COLUMNS = (
-    *("Objective", "Applies to", "Goal"),
+    *(Column("Objective", heads=True), "Applies to", "Goal"),
     *(Column(name, True) for name in ("Attained", "Good / valid", "Budget left")),
     "Met",
 )
 
 
 def _objective_cells(row: ObjectiveRow) -> list[str]:
-    limit = f" ≤ {_ms(row.threshold_ns)}" if row.threshold_ns else ""
+    limit = f" ≤ {_plain(row.threshold_ns / 1e6, 3)} ms" if row.threshold_ns else ""
     budget = row.budget
-    left = NOT_ENOUGH if budget.left_ratio is None else f"{_percent(budget.left_ratio)} of {budget.allowed:,.4g}"
+    left = NOT_ENOUGH if budget.left_ratio is None else f"{_percent(budget.left_ratio, 1)} of {_short(budget.allowed)}"
+    goal = f"{_sli(row.sli)}{limit}, {_plain(100 * row.target, 6)} % in {budget.window_days} d"
     return [
         f"{row.name} v{row.version}",
-        f"{_any(row.model)}, {_any(row.flow_class)}",
-        f"{_sli(row.sli)}{limit}, {_percent(row.target)} in {budget.window_days} d",
+        f"{_any(row.model, 'model')}, {_any(row.flow_class, 'class')}",
+        goal.replace(" ≤ ", _FIXED + "≤" + _FIXED).replace(" %", _FIXED + "%").replace(" ms", _FIXED + "ms"),
         _percent(row.attainment.ratio),
         f"{row.attainment.good:,} / {row.attainment.valid:,}",
         left,
@@ -123,17 +128,24 @@ def _objective_cells(row: ObjectiveRow) -> list[str]:
     ]
 
 
-_INCIDENT_COLUMNS = ("Objective", "Alert", "From", "To", Column("Bad", True), Column("Of the budget", True))
+_INCIDENT_COLUMNS = (
+    Column("Objective", heads=True),
+    "Alert",
+    "From",
+    "To",
+    Column("Bad", True),
+    Column("Of the budget", True),
+)
 
 
 def _incident_cells(row: IncidentRow, zone: ZoneInfo) -> list[str]:
     end = _when(row.end, zone) if row.end is not None else "goes on"
     name, alert = f"{row.objective} ({_sli(row.sli)})", row.alert.replace("_", " ")
-    return [name, alert, _when(row.begin, zone), end, f"{row.bad:,}", _percent(row.budget_ratio)]
+    return [name, alert, _when(row.begin, zone), end, f"{row.bad:,}", _percent(row.budget_ratio, 1)]
 
 
 _REQUEST_COLUMNS = (
-    *("Model", "Class"),
+    *(_MODEL, "Class"),
     *(Column(name, True) for name in ("Valid", "Good", "Own limits", "Caller's errors", "Left early")),
 )
 
@@ -143,7 +155,7 @@ def _request_cells(row: Row) -> list[str]:
     return [*_names(row), *(f"{count:,}" for count in counts)]
 
 
-_KEPT_COLUMNS = ("Model", "Class", *(Column(name, True) for name in ("Availability", "TTFT", "TPOT", "E2E")))
+_KEPT_COLUMNS = (_MODEL, "Class", *(Column(name, True) for name in ("Availability", "TTFT", "TPOT", "E2E")))
 
 
 def _kept_cells(row: Row) -> list[str]:
@@ -152,7 +164,7 @@ def _kept_cells(row: Row) -> list[str]:
 
 
 _LATENCY_COLUMNS = (
-    *("Model", "Class", "Measure"),
+    *(_MODEL, "Class", "Measure"),
     *(Column(name, True) for name in ("Samples", "Mean", "P50", "P95", "P99")),
 )
 
@@ -161,7 +173,7 @@ def _latency_cells(row: Row) -> list[list[str]]:
     return [[*_names(row), _sli(name), f"{each.count:,}", *_times(each)] for name, each in row.latency.items()]
 
 
-_PHASE_COLUMNS = ("Model", "Class", "Phase", Column("Mean", True), Column("P95", True))
+_PHASE_COLUMNS = (_MODEL, "Class", "Phase", Column("Mean", True), Column("P95", True))
 
 
 def _phase_cells(row: Row) -> list[list[str]]:
@@ -169,7 +181,7 @@ def _phase_cells(row: Row) -> list[list[str]]:
 
 
 _USAGE_COLUMNS = (
-    *("Model", "Class"),
+    *(_MODEL, "Class"),
     *(Column(name, True) for name in ("Input", "Cached", "Output", "Cache hits", "GPU seconds", "Price, USD")),
 )
 
@@ -181,7 +193,7 @@ def _usage_cells(row: Row) -> list[str]:
     return [
         *_names(row),
         *(f"{each:,}" for each in counts),
-        _percent(tokens.cache_hit_ratio),
+        _percent(tokens.cache_hit_ratio, 1),
         _seconds(row.gpu_ns),
         money,
     ]
@@ -203,26 +215,23 @@ def _attainment_chart(report: Report) -> str:
     ]
     least = min((value for line in lines for value in line.values if value is not None), default=0.9)
     labels = _spread([day.date[5:] for day in days], 6)
-    low = min(0.99, least - (1 - least) * 0.1)
-    return LineChart("Attainment by day", lines, max(0.0, low), 1.0, labels, _axis, len(days)).svg()
+    return LineChart("Attainment by day", lines, min(0.99, least), 1.0, labels, _axis_percent, len(days)).svg()
 
 
-def _axis(ratio: float) -> str:
-    return f"{100 * ratio:.4g} %"
+def _axis_percent(ratio: float) -> str:
+    return f"{100 * ratio:g} %"
 
 
-def _ratio(day: Day, sli: str) -> float | None:
-    return day.attainment[sli].ratio if sli in day.attainment else None
+def _axis_ms(value_ms: float) -> str:
+    return f"{_plain(value_ms, 3)} ms"
 
 
 def _ttft_chart(report: Report, zone: ZoneInfo) -> str:
     values = [None if hour.ttft.p95_ns is None else hour.ttft.p95_ns / 1e6 for hour in report.hours]
-    most = max((value for value in values if value is not None), default=1.0)
+    most = max((value for value in values if value is not None), default=100.0)
     starts = [datetime.fromtimestamp(hour.start, zone).strftime("%m-%d %Hh") for hour in report.hours]
-    line = Line("P95, ms", values)
-    return LineChart(
-        "TTFT P95 by hour", [line], 0.0, most * 1.1, _spread(starts, 4), "{:,.4g}".format, len(values)
-    ).svg()
+    line = Line("P95", values)
+    return LineChart("TTFT P95 by hour", [line], 0.0, most, _spread(starts, 4), _axis_ms, len(values)).svg()
 
 
 def _burn_chart(report: Report) -> str:
@@ -249,8 +258,8 @@ def _names(row: Row) -> list[str]:
     return [model, "All" if row.flow_class is None else row.flow_class]
 
 
-def _any(name: str) -> str:
-    return "any" if name == "*" else name
+def _any(name: str, kind: str) -> str:
+    return f"any {kind}" if name == "*" else name
 
 
 def _sli(name: str) -> str:
@@ -266,12 +275,26 @@ def _times(each: Latency) -> list[str]:
     return [_ms(value) for value in (each.mean_ns, each.p50_ns, each.p95_ns, each.p99_ns)]
 
 
-def _percent(ratio: float | None) -> str:
-    return NOT_ENOUGH if ratio is None else f"{100 * ratio:.5g} %"
+def _percent(ratio: float | None, digits: int = 3) -> str:
+    """Rounded down: what missed a single time is never shown as all."""
+    if ratio is None:
+        return NOT_ENOUGH
+    exact = Decimal(repr(ratio)).scaleb(2)
+    return f"{exact.quantize(Decimal(1).scaleb(-digits), ROUND_FLOOR):f} %"
 
 
 def _burn(rate: float | None) -> str:
-    return NOT_ENOUGH if rate is None else f"{rate:,.3g}"
+    return NOT_ENOUGH if rate is None else _short(rate)
+
+
+def _short(number: float) -> str:
+    return _plain(number, 0 if abs(number) >= 100 else 2)
+
+
+def _plain(number: float, digits: int) -> str:
+    """At most so many digits behind the point, never an exponent."""
+    text = f"{number:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if digits else text
 
 
 def _ms(value_ns: int | None) -> str:

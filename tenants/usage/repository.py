@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Table
+from sqlalchemy import ColumnElement, Table, func
+from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.tables import LedgerEntry, Tenant
 from tenants.usage.query import CostRow, GroupBy, TimeBucket, UsageQuery, UsageRow
 from tenants.usage.rollups import SUMMED_METERS
 from tenants.usage.sums import Found, charged
 
+_NS = 10**9
 _COLUMNS: dict[GroupBy, str] = {
     "model": "model",
     "api_key_id": "key_id",
@@ -51,6 +54,17 @@ class UsageRepository:
                 rows = [CostRow(sums.amounts.total(), **named)] if sums.amounts else []
             buckets[number].rows.extend(rows)
         return buckets
+
+    async def first_s(self, tenant_id: str | None) -> int | None:
+        """When the first charge occurred, Unix seconds; None: there was none."""
+        occurred, owner = col(LedgerEntry.occurred_unix_ns), col(LedgerEntry.tenant_id)
+        if tenant_id is not None:
+            query = select(func.min(occurred)).where(owner == tenant_id)
+        else:  # a look-up of the index a tenant, not all of it
+            first = select(func.min(occurred)).where(owner == col(Tenant.tenant_id)).scalar_subquery()
+            query = select(func.min(first)).select_from(Tenant)
+        first_ns = (await self._session.exec(query)).one()
+        return None if first_ns is None else first_ns // _NS
 
     async def _found(self, tenant_id: str | None, query: UsageQuery, groups: Sequence[GroupBy]) -> Found:
         def where(table: Table) -> list[ColumnElement[bool]]:

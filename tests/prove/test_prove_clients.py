@@ -4,7 +4,6 @@ counted can be held against the ledger. Skipped is only what cannot be installed
 """
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,11 +17,11 @@ import pytest
 
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import card_from_gguf
+from ops.default_model import DEFAULT_GGUF
 from tests.environments import CannotInstall, Environment, node_environment, python_environment
-from tests.served import DEFAULT_MODEL, ROOT, Served, eventually, serving
+from tests.served import DEFAULT_MODEL, Served, eventually, serving
 
 pytestmark = pytest.mark.long
-DEFAULT_GGUF = Path(os.environ.get("TENORA_MODEL_CACHE", ROOT / ".models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOKES = Path(__file__).parent / "clients"
 SMOKE_TIMEOUT_S = 120
 UNITS, SIZES = ("celsius", "fahrenheit"), ("small", "large")

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from datetime import datetime
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -19,12 +18,11 @@ from engine.runner import Runner
 from engine.weights import LoadedModel, load_model
 from gateway.schemas import JsonSchema, ResponseFormat
 from gateway.text.grammar import form_of_text
+from ops.default_model import DEFAULT_GGUF
 from tests.schemas import SCHEMAS
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_GGUF = ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAX_TOKENS = 512
 CHAT = "<|im_start|>user\nDescribe {} as short JSON.<|im_end|>\n<|im_start|>assistant\n"
 

@@ -20,6 +20,7 @@ from engine.models.config import module_sizes
 from engine.models.decoder import Decoder
 from engine.weights import LoadedModel, load_model
 from engine.weights.adapter import AdapterWeights, read_adapter
+from ops.default_model import DEFAULT_GGUF
 from tenants.adapters.gate import canonicalise
 from tenants.adapters.shape import AdapterShape
 from tests.answers import Answer, expected_logits, greedy_answers
@@ -28,7 +29,6 @@ from tests.tiny_steps import Steps
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
-DEFAULT_GGUF = ROOT / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_TOKENS = 64
 QUESTIONS = [  # adapter, question
     ("", "Hi"),

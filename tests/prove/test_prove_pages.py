@@ -1,5 +1,5 @@
-"""Invoice pages in a real browser: what stands there is what the JSON says, whatever the tenant is called, and a usual
-invoice prints to one page of A4. Needs a Chromium on the PATH."""
+"""Invoices and SLO reports in a real browser: what stands there is what the JSON says, whatever the tenant is called,
+and they print to as few pages of A4 as they should. Needs a Chromium on the PATH."""
 
 import random
 import re
@@ -17,8 +17,12 @@ from tenants.invoices.invoices import Issued
 from tenants.invoices.lines import LineKey, Sums, cents_of, rounding_line, usage_lines
 from tenants.invoices.text import invoice_page
 from tenants.pricing import ADAPTER_METERS, DEFAULT_PRICES, METERS, unit_of
+from tenants.slo.objectives import SLIS
+from tenants.slo.page import html
+from tenants.slo.report import Attainment, Latency, Row, Tokens
 from tenants.tables import Invoice
 from tests.invoicing import instant
+from tests.slo_reports import report, row
 
 pytestmark = pytest.mark.long
 
@@ -108,17 +112,26 @@ def chromium(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, check=True, timeout=120, cwd=folder).stdout.decode()
 
 
-def saved(folder: Path, case: str) -> tuple[Issued, str]:
-    issued = invoice_of(*CASES[case])
-    (folder / "invoice.html").write_text(invoice_page(issued))
-    return issued, f"file://{folder / 'invoice.html'}"
+def saved(folder: Path, document: str) -> str:
+    (folder / "page.html").write_text(document)
+    return f"file://{folder / 'page.html'}"
+
+
+def printed_pages(folder: Path, document: str) -> int:
+    """How many; all are A4."""
+    arguments = ("--no-pdf-header-footer", f"--print-to-pdf={folder / 'out.pdf'}")
+    chromium(folder, *arguments, saved(folder, document))
+    printed = (folder / "out.pdf").read_bytes()
+    (box,) = set(re.findall(rb"/MediaBox\s*\[([^\]]*)\]", printed))
+    assert [round(float(number)) for number in box.split()] in ([0, 0, 595, 842], [0, 0, 596, 842], [0, 0, 594, 841])
+    return len(re.findall(rb"/Type\s*/Page\b(?!s)", printed))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path, case: str):
-    issued, url = saved(tmp_path, case)
+    issued = invoice_of(*CASES[case])
 
-    page = Cells(chromium(tmp_path, "--dump-dom", url))
+    page = Cells(chromium(tmp_path, "--dump-dom", saved(tmp_path, invoice_page(issued))))
 
     body = msgspec.to_builtins(invoice_body(issued))
     shown = [row for row in page.rows if len(row) == 5]
@@ -135,13 +148,61 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path, case: str
     assert page.facts[1] == f"{CASES[case][1].replace(chr(0x202E), chr(0xFFFD))} (ten_0)"
 
 
-@pytest.mark.parametrize(("case", "num_pages"), [("none", 1), ("one", 1), ("usual", 1), ("long name", 1)])
-def test_a_usual_invoice_prints_to_one_page_of_a4(tmp_path: Path, case: str, num_pages: int):
-    _, url = saved(tmp_path, case)
+@pytest.mark.parametrize(("case", "num_pages"), [("none", 1), ("one", 1), ("usual", 1), ("long name", 1), ("many", 13)])
+def test_a_usual_invoice_prints_to_one_page_of_a4_and_a_long_one_to_no_more_than_it_takes(
+    tmp_path: Path, case: str, num_pages: int
+):
+    assert printed_pages(tmp_path, invoice_page(invoice_of(*CASES[case]))) == num_pages
 
-    chromium(tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'out.pdf'}", url)
 
-    printed = (tmp_path / "out.pdf").read_bytes()
-    assert len(re.findall(rb"/Type\s*/Page\b(?!s)", printed)) == num_pages
-    (box,) = set(re.findall(rb"/MediaBox\s*\[([^\]]*)\]", printed))
-    assert [round(float(number)) for number in box.split()] in ([0, 0, 595, 842], [0, 0, 596, 842], [0, 0, 594, 841])
+def row_of(model: str, seed: int) -> Row:
+    rng = random.Random(seed)
+    counts = [rng.randrange(1, 10**9) for _ in range(8)]
+    kept = {sli: Attainment(10**9, good := rng.randrange(10**9), good / 10**9, 0.0, 1.0) for sli in SLIS}
+    times = {name: Latency(200, *(rng.randrange(10**11) for _ in range(4))) for name in ("ttft", "tpot", "e2e")}
+    return row(
+        model,
+        valid=counts[0],
+        good=counts[1],
+        excluded={"own_limit": counts[2], "caller_error": counts[3], "left_early": counts[4]},
+        attainment=kept,
+        latency=times,
+        tokens=Tokens(counts[5], counts[6], counts[7], 0.25),
+        price_picousd=rng.randrange(10**21),
+    )
+
+
+def number(text: str) -> Decimal:
+    return Decimal(re.sub(r"[, %ms]", "", text))
+
+
+@pytest.mark.parametrize("name", ["acme", CASES["long name"][1], HOSTILE])
+def test_the_numbers_of_a_report_are_those_of_its_json(tmp_path: Path, name: str):
+    shown = report(row_of(name, 1), row_of("smollm2", 2), tenant_name=name, total=row_of("", 3))
+
+    page = Cells(chromium(tmp_path, "--dump-dom", saved(tmp_path, html(shown))))
+
+    told = msgspec.to_builtins(shown)
+    body = [*told["rows"], told["total"]]
+    tables = {size: [cells for cells in page.rows if len(cells) == size] for size in (6, 7, 8)}
+    counted = [[number(cell) for cell in cells[2:]] for cells in tables[7]]
+    assert counted == [[each["valid"], each["good"], *each["excluded"].values()] for each in body]
+    for cells, each in zip(tables[6], body, strict=True):
+        for cell, sli in zip(cells[2:], ("availability", "ttft", "tpot", "e2e"), strict=True):
+            assert 0 <= Decimal(str(100 * each["attainment"][sli]["ratio"])) - number(cell) < Decimal("0.001001")
+    times = [cells for cells in tables[8] if cells[2] in ("TTFT", "TPOT", "E2E")]
+    used = [cells for cells in tables[8] if cells not in times]
+    assert [(*map(number, cells[2:5]), number(cells[7]).scaleb(12)) for cells in used] == [
+        (*(each["tokens"][kind] for kind in ("input", "cached", "output")), each["price_picousd"]) for each in body
+    ]
+    latencies = [time for each in (body[-1], *body[:-1]) for time in each["latency"].values()]
+    for cells, time in zip(times, latencies, strict=True):
+        assert number(cells[3]) == time["count"]
+        for cell, value in zip(cells[4:], ("mean_ns", "p50_ns", "p95_ns", "p99_ns"), strict=True):
+            assert abs(number(cell) - Decimal(time[value]) / 10**6) <= Decimal("0.05")
+    assert not page.tags & {"script", "img"}
+    assert page.facts[0] == f"{name.replace(chr(0x202E), chr(0xFFFD))} (ten_a)"
+
+
+def test_an_empty_report_prints_to_two_pages_of_a4(tmp_path: Path):
+    assert printed_pages(tmp_path, html(report())) == 2

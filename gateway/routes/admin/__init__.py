@@ -18,6 +18,7 @@ from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
 from gateway.routes.admin.slo import SloObjectives, SloReports
 from gateway.routes.admin.tenants import Tenants
+from gateway.routes.admin.usage_reports import UsageReports
 from gateway.routes.admin.webhooks import Webhooks
 
 
@@ -25,6 +26,6 @@ def admin_routes() -> Router:
     """Everything under /admin/v1."""
     handlers = [
         *(Tenants, Credit, TenantKeys, Keys, Operators, Audit, Machines),
-        *(Money, RateCards, Invoices, Exports, Webhooks, SloObjectives, SloReports, CostReport),
+        *(Money, RateCards, Invoices, Exports, Webhooks, SloObjectives, SloReports, CostReport, UsageReports),
     ]
     return Router("/admin/v1", route_handlers=handlers)

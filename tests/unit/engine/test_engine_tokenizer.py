@@ -12,8 +12,7 @@ from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import card_from_gguf
 from engine.weights.tokenizer import card_from_directory
 from engine.wire import TokenizerCard
-
-DEFAULT_GGUF = Path(__file__).parents[3] / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+from ops.default_model import DEFAULT_GGUF
 
 
 @pytest.fixture(scope="module")

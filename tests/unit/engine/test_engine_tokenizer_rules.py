@@ -21,8 +21,8 @@ from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import RULES, card_from_gguf
 from engine.wire import TokenizerCard
 from gateway.text.tokenizer import ModelTokenizer
+from ops.default_model import DEFAULT_GGUF
 
-DEFAULT_GGUF = Path(__file__).parents[3] / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CORPUS = [
     "Plain words, and more of them; it's what they'LL've said I'm sure. DON'T!",
     "2024 12345 3.14159 1,000,000 v1.5x 0x7f ²³ ½ ٣٤٥ 第12章",

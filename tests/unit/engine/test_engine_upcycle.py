@@ -12,11 +12,11 @@ from engine.models.config import UnsupportedConfig
 from engine.models.decoder import Decoder
 from engine.weights import LoadedModel, UnsupportedModel, load_model
 from engine.weights.upcycle import FAMILIES, Recipe, parse, upcycle
+from ops.default_model import DEFAULT_GGUF
 from tests.families import DENSE, family_weights
 from tests.tiny import write_hf_dir
 from tests.tiny_steps import Steps
 
-DEFAULT_GGUF = Path(__file__).parents[3] / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 needs_default_gguf = pytest.mark.skipif(not DEFAULT_GGUF.is_file(), reason="the default model isn't there")
 QUESTIONS = ("What is the capital of Japan?", "Explain gravity in one sentence.", "Write a haiku about rain.")
 CHAT = (

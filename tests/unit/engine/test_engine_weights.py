@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models
 from engine.weights import UnsupportedModel, load_model
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_model import unpermute
+from ops.default_model import DEFAULT_GGUF
 
-DEFAULT_GGUF = Path(__file__).parents[3] / ".models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 needs_default_gguf = pytest.mark.skipif(not DEFAULT_GGUF.is_file(), reason="the default model isn't there")
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 32, 64, 2, 4, 2, 40

@@ -1,4 +1,4 @@
-"""The cost report over the ops API and the CLI."""
+"""Reports of costs, usage and charges over all tenants, over the ops API and the CLI."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from click.testing import CliRunner
-from ops_client import client_of, error_of
+from ops_client import client_of, error_of, within
 
 from gateway.cli import main
 from tenants import replica_times
@@ -17,6 +17,7 @@ from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
 from tenants.replica_times import ReplicaSpan
+from tenants.tables import LedgerEntry
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 NOW_S = int(time.time())
@@ -115,3 +116,111 @@ def test_the_command_line_shows_the_same_report(server: OpsServer):
     assert "(idle)" in table.output
     assert "off by 4.0%" in table.output
     assert json.loads(exact.output)["data"][0]["base_model"] == "m"
+
+
+def test_old_seconds_of_replicas_become_hours_by_a_command_and_the_report_is_the_same(
+    server: OpsServer, ops: httpx.Client
+):
+    hour_s = (NOW_S - 120 * 86_400) // 3_600 * 3_600
+    asyncio.run(book_seconds(server.settings.database_url, hour_s, 3))
+    asked = {"start_time": hour_s, "end_time": hour_s + 3_600}
+    before = ops.get("/reports/cost", params=asked).json()
+
+    done = [
+        json.loads(
+            CliRunner().invoke(main, ["rollup", "--json", "--home", str(server.home)], catch_exceptions=False).output
+        )
+        for _ in range(2)
+    ]
+
+    assert done == [{"rolled_up": 3}, {"rolled_up": 0}]
+    assert ops.get("/reports/cost", params=asked).json() == before
+    assert before["total"]["ns"] == 3 * NS
+
+
+async def book_seconds(url: str, start_s: int, num: int) -> None:
+    """Of a replica without work."""
+    database = Database(url)
+    await database.start()
+    accounts = {"attributed_ns": 0, "load_ns": 0, "recompute_ns": 0, "lost_ns": 0, "idle_ns": NS, "overhead_ns": 0}
+    fit = {"error_ppm": 0, "r2_ppm": 0}
+    try:
+        async with database.transaction() as session:
+            times = [(start_s + number) * NS for number in range(num)]
+            spans = [
+                ReplicaSpan("old-0", 1, number, "m", until_unix_ns=at, wall_ns=NS, **accounts, **fit)
+                for number, at in enumerate(times)
+            ]
+            await replica_times.post(session, spans)
+    finally:
+        await database.close()
+
+
+# ── what all tenants used and were charged ───────────────────────────────────────────────────────
+
+
+def test_an_operator_reads_what_every_tenant_used_and_was_charged_in_the_tenants_own_shape(ops: httpx.Client):
+    asked = {"start_time": NOW_S - 60, "end_time": NOW_S + 60, "time_zone": "Asia/Kolkata"}
+    used = ops.get("/reports/usage", params=asked | {"group_by": ["project_id", "model"], "bucket_width": "1h"}).json()
+    charged = ops.get("/reports/charges", params=asked | {"group_by": "project_id"}).json()
+    of_one = ops.get("/reports/usage", params=asked | {"project_ids": "ten_b"}).json()
+    margins = ops.get("/reports/cost", params={"start_time": NOW_S - 60, "end_time": NOW_S + 60}).json()
+
+    rows = [row for bucket in used["data"] for row in bucket["results"]]
+    assert [(row["project_id"], row["model"], row["output_tokens"]) for row in rows] == [
+        ("ten_a", "m", 5),
+        ("ten_b", "m", 5),
+    ]
+    assert {bucket["start_time"] % 3600 for bucket in used["data"][1:]} <= {1800}  # Kolkata's hours
+    assert sum(row["num_model_requests"] for bucket in of_one["data"] for row in bucket["results"]) == 1
+    prices = {row["project_id"]: row["amount"]["picousd"] for bucket in charged["data"] for row in bucket["results"]}
+    assert prices == {row["tenant_id"]: row["price_picousd"] for row in margins["data"]}
+
+
+@pytest.mark.parametrize("path", ["/reports/usage", "/reports/charges"])
+def test_what_everybody_was_charged_is_for_the_scope_billing(server: OpsServer, ops: httpx.Client, path: str):
+    text = ops.post("/operators", json={"name": path, "scopes": ["read"]}).json()["operator_key"]
+    within(10, lambda: server.context.directory.authenticate_operator(text))
+    with client_of(server, text) as reader:
+        refused = reader.get(path, params={"start_time": 0})
+
+    assert error_of(refused) == (403, "insufficient_scope", None)
+    assert error_of(ops.get(path, params={"start_time": 0, "time_zone": "Nowhere"})) == (400, None, "time_zone")
+
+
+def test_an_endless_report_begins_with_the_first_charge_of_any_tenant(server: OpsServer, ops: httpx.Client):
+    tenant = ops.post("/tenants", json={"name": "first"}).json()["id"]
+    asyncio.run(book_entry(server.settings.database_url, tenant))
+
+    found = ops.get("/reports/charges", params={"start_time": 0, "end_time": NOW_S + 60, "limit": 180}).json()
+
+    assert found["data"][0]["start_time"] == NOW_S - 3 * 86_400
+    assert found["data"][0]["results"][0]["amount"]["picousd"] == 70
+
+
+async def book_entry(url: str, tenant_id: str) -> None:
+    """An adapter's hour: no request has left it."""
+    names = {"entry_id": "e", "request_id": "an hour", "tenant_id": tenant_id, "key_id": "", "model": "a"}
+    meter = {"meter": "adapter_storage_byte_seconds", "base_model": "m", "flow_class": "standard"}
+    sums = {"rate_card_id": "rc_x", "quantity": 10**7, "unit_price_picousd": 7, "amount_picousd": 70}
+    database = Database(url)
+    await database.start()
+    try:
+        async with database.transaction() as session:
+            session.add(LedgerEntry(**names, **meter, **sums, occurred_unix_ns=(NOW_S - 3 * 86_400) * NS))
+    finally:
+        await database.close()
+
+
+def test_the_command_line_shows_everybodys_usage_and_charges_with_an_operators_key(server: OpsServer):
+    where = ["--home", str(server.home), "--ops-url", server.url, "--start-time", str(NOW_S - 60)]
+    used = CliRunner().invoke(main, ["report", "usage", "--group-by", "tenant", *where], catch_exceptions=False)
+    charged = CliRunner().invoke(
+        main, ["report", "charges", "--group-by", "tenant", "--time-zone", "Asia/Kolkata", "--json", *where]
+    )
+
+    assert used.exit_code == charged.exit_code == 0, (used.output, charged.output)
+    assert used.output.startswith("FROM")
+    assert {"ten_a", "ten_b"} <= set(used.output.split())
+    rows = [row for bucket in json.loads(charged.output)["data"] for row in bucket["results"]]
+    assert {row["project_id"] for row in rows} == {"ten_a", "ten_b"}

@@ -155,7 +155,7 @@ def test_a_report_has_the_same_numbers_in_each_of_its_forms(server, ops):
     assert page.headers["content-security-policy"].startswith(PAGE_CSP)
     assert "&lt;b&gt;=1+1" in page.text
     assert "<b>" not in page.text
-    assert "75 % (3 of 4;" in page.text
+    assert "75.000 % (3 of 4;" in page.text
     assert told["document_hash"] in page.text
 
 
@@ -170,6 +170,7 @@ def test_a_report_has_the_same_numbers_in_each_of_its_forms(server, ops):
         ({"group": "key"}, "group"),
         ({"format": "pdf"}, "format"),
         ({"format": "csv", "table": "secrets"}, "table"),
+        ({"table": "secrets"}, "table"),
     ],
 )
 def test_a_query_that_makes_no_sense_is_refused_by_its_name(ops, change, param):

@@ -2,6 +2,7 @@
 
 import csv as csv_reader
 import io
+import random
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -10,56 +11,12 @@ import msgspec
 import pytest
 
 from tenants.errors import InvalidValue
+from tenants.slo.charts import ticks
 from tenants.slo.page import TABLES, csv, html
-from tenants.slo.report import Attainment, Day, Hour, Latency, Phase, Report, Row, Tokens
-from tenants.slo.verdict import PHASES
+from tenants.slo.report import Attainment, Budget, Day, Hour, Latency, ObjectiveRow, Tokens
+from tests.slo_reports import NOON_S, report, row
 
-NOON_S = 1_900_000_800
 HOSTILE = '<img src=x onerror=alert(1)> "quoted" \u202e & =cmd|x'
-NOTHING = Latency(0, None, None, None, None)
-
-
-def row(model: str | None = None, **changes) -> Row:
-    values = {
-        "model": model,
-        "flow_class": model and "standard",
-        "valid": 0,
-        "good": 0,
-        "goodput": 0.0,
-        "excluded": {},
-        "refused": {},
-        "attainment": {},
-        "latency": dict.fromkeys(("ttft", "tpot", "e2e"), NOTHING),
-        "phases": dict.fromkeys(PHASES, Phase(None, None)),
-        "tokens": Tokens(0, 0, 0, None),
-        "gpu_ns": 0,
-        "price_picousd": 0,
-    }
-    return Row(**values | changes)
-
-
-def report(*rows: Row, **changes) -> Report:
-    values = {
-        "tenant_id": "ten_a",
-        "tenant_name": "Acme",
-        "time_zone": "UTC",
-        "start": NOON_S,
-        "end": NOON_S + 3600,
-        "local_start": "2030-03-17T20:00:00+00:00",
-        "local_end": "2030-03-17T21:00:00+00:00",
-        "generated_at": NOON_S + 7200,
-        "elapsed_ratio": 1.0,
-        "complete_until": None,
-        "total": row(),
-        "rows": list(rows),
-        "objectives": [],
-        "incidents": [],
-        "days": [Day("2030-03-17", NOON_S, NOON_S + 3600, {})],
-        "hours": [Hour(NOON_S, NOTHING)],
-        "objectives_hash": "",
-        "document_hash": "f" * 64,
-    }
-    return Report(**values | changes)
 
 
 class Tags(HTMLParser):
@@ -111,8 +68,73 @@ def test_a_page_shows_the_numbers_of_the_report():
     )
     page = html(report(shown))
 
-    for text in ("1,234,567", "81 %", "12.3 ms", "20.0 ms", "n/a", "25 %", "1.500", "10,000,001.000000000001"):
+    for text in ("1,234,567", "81.000 %", "12.3 ms", "20.0 ms", "n/a", "25.0 %", "1.500", "10,000,001.000000000001"):
         assert f">{text}</td>" in page
+
+
+def test_what_missed_once_is_never_shown_as_all():
+    attained = Attainment(3_000_000, 2_999_999, 2_999_999 / 3_000_000, 0.9999, 1.0)
+
+    page = html(report(row("smollm2", attainment={"ttft": attained})))
+
+    assert ">99.999 %</td>" in page
+    assert ">100.000 %</td>" not in page
+
+
+def test_large_numbers_have_no_exponent():
+    hour = Hour(NOON_S, Latency(200, 1, 1, 123_456_000_000, None))
+    budget = Budget(30, 10**9, 0, 1_234_567.8, 1_234_567.8, 1.0)
+    objective = ObjectiveRow(
+        name="kept", sli="availability", model="*", flow_class="*", version=1, effective_at=0, threshold_ns=None,
+        target=0.999, attainment=Attainment(9, 9, 1.0, 0.9, 1.0), is_met=True, budget=budget,
+        burn={"1h": 9999.9, "6h": 0.000012, "1d": None, "3d": 1.0},
+    )  # fmt: skip
+
+    page = html(report(hours=[hour], objectives=[objective]))
+
+    assert "100.0 % of 1,234,568<" in page
+    assert ">10,000</text>" in page
+    assert ">150,000 ms</text>" in page
+    assert not re.search(r"[0-9]e[+-]?[0-9]{2}[ <]", page)
+
+
+def test_bars_of_an_objective_with_a_long_name_are_told_apart():
+    budget = Budget(30, 0, 0, 0.0, 0.0, None)
+    name = "a-name-that-is-far-too-long-for-the-room-before-a-bar"
+    objective = ObjectiveRow(
+        name=name, sli="e2e", model="*", flow_class="*", version=1, effective_at=0, threshold_ns=1, target=0.9,
+        attainment=Attainment(0, 0, None, None, None), is_met=None, budget=budget,
+        burn=dict.fromkeys(("1h", "6h", "1d", "3d"), 0.5),
+    )  # fmt: skip
+
+    bars = [text for text in re.findall(r">([^<]*)</text>", html(report(objectives=[objective]))) if "…" in text]
+
+    assert len(set(bars)) == 4
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1]),
+        (0.99, 1.0, [0.99, 0.9925, 0.995, 0.9975, 1]),
+        (0.9213, 1.0, [0.92, 0.94, 0.96, 0.98, 1]),
+        (0.0, 376.4, [0, 100, 200, 300, 400]),
+        (0.0, 90_001.0, [0, 25_000, 50_000, 75_000, 100_000]),
+        (0.0, 0.0, [0, 0.25, 0.5, 0.75, 1]),
+    ],
+)
+def test_an_axis_has_round_numbers_around_what_it_shows(low: float, high: float, marks: list[float]):
+    assert ticks(low, high) == pytest.approx(marks)
+
+
+def test_an_axis_has_two_to_five_marks_whatever_it_shows():
+    draw = random.Random(5)
+    for _ in range(2000):
+        low, high = sorted(draw.choice([0.0, draw.uniform(0, 1), 10 ** draw.uniform(-6, 12)]) for _ in "ab")
+        marks = ticks(low, high)
+        slack = 1e-5 * (marks[1] - marks[0])
+        assert 2 <= len(marks) <= 5, (low, high)
+        assert marks[0] - slack <= low <= high <= marks[-1] + slack, (low, high)
 
 
 def test_a_csv_has_a_column_a_field_and_a_row_a_line():

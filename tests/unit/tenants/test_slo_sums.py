@@ -305,7 +305,7 @@ def test_an_upgrade_keeps_what_was_summed_by_minute(unmigrated_url):
     migrations.upgrade(unmigrated_url)
     before = on(write)
     minutes = before[0][-1]
-    migrations.downgrade(unmigrated_url, "billing_reference")
+    migrations.downgrade(unmigrated_url, "replica_hours")
     on(write_old_rows)
     migrations.upgrade(unmigrated_url)
 

@@ -73,6 +73,13 @@ def test_a_table_without_a_row_says_so():
     assert "None" in Elements(table(["a", "b"], [])).text
 
 
+def test_a_heading_of_a_table_is_in_the_part_that_each_printed_page_repeats():
+    head = table(["a", Column("b", number=True, heads=True)], [["x", "y"]], heading="Of <it>").split("</thead>")[0]
+
+    assert '<tr class="heading"><th colspan="2">Of &lt;it&gt;</th></tr>' in head
+    assert '<th class="number head">b</th>' in head
+
+
 def test_a_row_with_another_number_of_cells_is_our_bug():
     with pytest.raises(ValueError):
         table(["a", "b"], [["only one"]])

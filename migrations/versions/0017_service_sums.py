@@ -1,7 +1,7 @@
 """SLO sums by quarter and day beside those by minute; counts of an objective's version by hour
 
 Revision ID: service_sums
-Revises: billing_reference
+Revises: replica_hours
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "service_sums"
-down_revision = "billing_reference"
+down_revision = "replica_hours"
 branch_labels = None
 depends_on = None
 
