@@ -404,7 +404,7 @@ def test_single_days_add_up_to_the_whole_interval_and_to_the_ledger_in_any_zone(
     rng = random.Random(25)
     zones = ["Asia/Kolkata", "America/Los_Angeles", "UTC", "Europe/Berlin", "Pacific/Apia", "Asia/Kathmandu"]
     first = int(datetime(2026, 3, 1, tzinfo=UTC).timestamp())
-    moments = [first * SECOND + rng.randrange(250 * 86_400 * SECOND) for _ in range(600)]
+    moments = [first * SECOND + rng.randrange(250 * 86_400 * SECOND) for _ in range(250)]
     batch = [
         settled(number, finished_unix_ns=moment, tokens=(rng.randint(8, 99), rng.randint(0, 8), rng.randint(1, 99)))
         for number, moment in enumerate(moments)
@@ -412,6 +412,7 @@ def test_single_days_add_up_to_the_whole_interval_and_to_the_ledger_in_any_zone(
 
     async def body(database):
         await post(database, *batch)
+        _, entries = await everything(database)
         for zone in map(ZoneInfo, zones):
             start_s, end_s = first + rng.randrange(86_400), first + rng.randrange(200, 240) * 86_400
             inside = [item for item in batch if start_s * SECOND <= item.finished_unix_ns < end_s * SECOND]
@@ -427,7 +428,6 @@ def test_single_days_add_up_to_the_whole_interval_and_to_the_ledger_in_any_zone(
             expected = sum(item.output_tokens for item in inside)
             assert sum(row.output_tokens for bucket in buckets for row in bucket.rows) == expected
             amounts = await costs(database, start_s=start_s, end_s=end_s, zone=zone)
-            _, entries = await everything(database)
             ledger = [item for item in entries if start_s * SECOND <= item.occurred_unix_ns < end_s * SECOND]
             total = sum(row.amount_picousd for bucket in amounts for row in bucket.rows)
             assert total == sum(entry.amount_picousd for entry in ledger) > 0
