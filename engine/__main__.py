@@ -90,6 +90,7 @@ def _watch_signals(parent: int) -> asyncio.Future[int]:
 def _die_with(parent: int) -> None:
     """Has the kernel send SIGHUP at the parent's death; by default that ends us, later it is handled."""
     if sys.platform == "linux":
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and ignoring is inherited
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != parent:
         sys.exit(1)

@@ -286,6 +286,7 @@ def main() -> int:
     parent = os.getppid()
     keep_small()
     if sys.platform == "linux":
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and ignoring is inherited
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != parent:
         return 1

@@ -219,7 +219,8 @@ def hide_unseen(batch: RaggedKv, spans: Spans) -> RaggedKv:
 
 
 def small_tiles(monkeypatch) -> None:
-    """Chunks of 32 keys, so that short sequences are split; tiles of 16 keys; 32 rows of a prompt a program."""
+    """Chunks of 32 keys, so that short sequences are split, merged two at a time; tiles of 16 keys; 32 rows of a
+    prompt a program."""
     attend = [{"tile": 16, "num_warps": 4, "num_stages": 2}]
     table = {
         **tiles._table("default"),
@@ -227,6 +228,7 @@ def small_tiles(monkeypatch) -> None:
         "group_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "captured_work": [{"programs": 4, "per_sequence": 1}],
         "chunk_work": [{"block_m": 32, "max_chunk": 32}],
+        "merge": [{"chunks": 2, "num_warps": 4, "pdl": 0}],
         "attend_split": attend,
         "attend_chunk": attend,
         "attend_group": attend,

@@ -18,9 +18,10 @@ _RESULTS = "TENORA_TEST_RESULTS"  # the file into which the child writes a line 
 _found: dict[str, tuple[str, str]] = {}
 
 if IN_CHILD:
-    from tests.kernels.interpreted import shim
+    from tests.kernels.interpreted import shim, shortcuts
 
-    shim.install()
+    shortcuts.install()
+    shim.install()  # and checks both
     torch.set_num_threads(1)
 
 

@@ -53,7 +53,7 @@ def test_decode_of_every_kind_of_heads(heads, dtype):
 @pytest.mark.parametrize("sliding_window", [None, 40])
 def test_decode_merges_the_chunks_of_a_long_sequence(sliding_window, dtype, monkeypatch):
     small_tiles(monkeypatch)
-    lengths = [31, 32, 33, 97, 290]
+    lengths = [31, 32, 33, 97, 130]
     batch = ragged_kv(lengths, Heads(4, 2, 32, 16, sliding_window), dtype)
     check_attention(attention_kernel, batch, last(*lengths))
 
@@ -88,7 +88,7 @@ def test_a_prompt_chunk_sees_what_stands_before_it(first, end, sliding_window, d
 
 def test_a_prompt_chunk_of_many_programs_and_chunks(monkeypatch):
     small_tiles(monkeypatch)
-    check_attention(attention_kernel, ragged_kv([90], Heads(4, 2, 16, 16)), [(0, 20, 90)])
+    check_attention(attention_kernel, ragged_kv([72], Heads(4, 2, 16, 16)), [(0, 48, 72)])
 
 
 def test_prompts_decodes_and_checks_share_a_step():
@@ -122,7 +122,7 @@ def _moved(batch: RaggedKv) -> RaggedKv:
 @pytest.mark.parametrize("room", [0, 3])
 def test_a_captured_plan_serves_steps_of_any_lengths(room, sliding_window, dtype, monkeypatch):
     small_tiles(monkeypatch)
-    lengths = [31, 32, 97, 290]
+    lengths = [31, 32, 97, 130]
     batch = ragged_kv(lengths, Heads(4, 2, 32, 16, sliding_window), dtype)
     check_attention(attention_kernel, batch, last(*lengths), room=room)
 
@@ -144,7 +144,7 @@ GROUPS = (PrefixGroup((0, 2, 3, 5), 40), PrefixGroup((1, 4), 72))
 
 
 def batch_with_groups(dtype: torch.dtype, heads: Heads) -> tuple[RaggedKv, list[tuple[int, int, int]]]:
-    lengths = [49, 81, 90, 64, 200, 130, 30]
+    lengths = [49, 81, 90, 64, 110, 75, 30]
     batch = ragged_kv(lengths, heads, dtype)
     for group in GROUPS:
         share_prefix(batch, group.members, group.num_tokens)
@@ -153,7 +153,7 @@ def batch_with_groups(dtype: torch.dtype, heads: Heads) -> tuple[RaggedKv, list[
 
 @BOTH
 @pytest.mark.parametrize("room", [None, 2], ids=["eager", "captured"])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 8), Heads(32, 1, 16, 8)], ids=["groups of 2", "multi-query"])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 8), Heads(22, 1, 16, 8)], ids=["groups of 2", "multi-query"])
 def test_members_of_a_group_see_the_shared_beginning_and_their_own_rest(heads, room, dtype, monkeypatch):
     small_tiles(monkeypatch)
     batch, spans = batch_with_groups(dtype, heads)
@@ -190,11 +190,12 @@ GROUP_FAULTS = {
 
 @pytest.mark.parametrize("fault", GROUP_FAULTS.values(), ids=GROUP_FAULTS)
 def test_a_fault_of_groups_or_of_captured_plans_is_caught(fault, tmp_path, monkeypatch):
+    """The same step as of the test above, where the kernel itself passes."""
     small_tiles(monkeypatch)
     batch, spans = batch_with_groups(FLOAT, Heads(4, 2, 16, 8))
     faulty = planted(attention_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
-        check_attention(faulty, batch, spans, GROUPS, room=1)
+        check_attention(faulty, batch, spans, GROUPS, room=2)
 
 
 FAULTS = {
@@ -222,12 +223,20 @@ FAULTS = {
 }
 
 
+def check_many_kinds(kernel) -> None:
+    """A decode, a few queries, and a decode whose window begins in its first chunk, merged in three steps."""
+    batch = ragged_kv([17, 40, 130], Heads(4, 2, 16, 16, sliding_window=120))
+    check_attention(kernel, batch, [(0, 16, 17), (1, 36, 40), (2, 129, 130)])
+
+
+def test_the_kernel_into_which_faults_are_planted_passes(monkeypatch):
+    small_tiles(monkeypatch)
+    check_many_kinds(attention_kernel)
+
+
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_caught(fault, tmp_path, monkeypatch):
     small_tiles(monkeypatch)
-    batch = ragged_kv([17, 40, 600], Heads(4, 2, 16, 16, sliding_window=590))
-    spans = [(0, 16, 17), (1, 36, 40), (2, 599, 600)]
-    check_attention(attention_kernel, batch, spans)
     faulty = planted(attention_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
-        check_attention(faulty, batch, spans)
+        check_many_kinds(faulty)

@@ -23,16 +23,26 @@ def form(request, monkeypatch):
         monkeypatch.setattr(tiles, "_table", lambda _: table)
 
 
+@pytest.fixture
+def small_parts(monkeypatch):
+    """160 numbers are added up in four parts of several steps, 96 columns made by two programs."""
+    shrink = {"block_m": 16, "block_k": 32, "split": 4, "num_warps": 4, "num_stages": 2}
+    expand = {"block_n": 64, "num_warps": 4, "pdl": 0}
+    table = {**tiles._table("default"), "sgmv_shrink": [shrink], "sgmv_expand": [expand]}
+    monkeypatch.setattr(tiles, "_table", lambda _: table)
+
+
 POPULARITIES = {
     "one": [3],
     "base only": [-1, -1],
     "identical": [1] * 17,
     "distinct": [0, 1, 2, 3, 4, 5],
-    "uniform": [(7 * row) % 6 for row in range(33)],
-    "zipf with base rows": [(0, 0, 0, -1, 1, 1, -1, 4)[row % 8] for row in range(32)],
+    "uniform": [(7 * row) % 6 for row in range(13)],
+    "zipf with base rows": [(0, 0, 0, -1, 1, 1, -1, 4)[row % 8] for row in range(16)],
 }
 
 
+@pytest.mark.usefixtures("small_parts")
 @FORMS
 @BOTH
 @pytest.mark.parametrize("slots", POPULARITIES.values(), ids=POPULARITIES)
@@ -62,6 +72,7 @@ def test_more_rows_than_a_decode_take_larger_segments():
     check_sgmv(sgmv_kernel, slots, lora_slices([(8, 16)], 32, [16], FLOAT, used={0, 1}), FLOAT)
 
 
+@pytest.mark.usefixtures("small_parts")
 @FORMS
 def test_permuted_rows_give_permuted_bits(is_vector):
     slots = [0, 3, -1, 1, 1, 4, 0, 2]
@@ -125,14 +136,26 @@ FAULTS = {
 }
 
 
+def check_many_kinds(kernel) -> None:
+    """As many slots as ranks: the strides of a slot and of a rank, swapped, name memory of the tensor all the same."""
+    slots = [0, 1, 3, -1, 3, 2, 4]
+    slices = lora_slices([(8, 16, 5, 12, 11, *[16] * 11)], 100, [40], FLOAT, used=set(slots))
+    check_sgmv(kernel, slots, slices, FLOAT)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("is_vector", [0])
+def test_the_kernel_into_which_faults_are_planted_passes(is_vector):
+    check_many_kinds(sgmv_kernel)
+
+
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("is_vector", [0])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_caught(fault, is_vector, tmp_path):
-    slots = [0, 1, 3, -1, 3, 2, 4]
-    slices = lora_slices([MIXED], 100, [40], FLOAT, used=set(slots))
     faulty = planted(sgmv_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
-        check_sgmv(faulty, slots, slices, FLOAT)
+        check_many_kinds(faulty)
 
 
 VECTOR_FAULTS = {
@@ -150,22 +173,30 @@ VECTOR_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", VECTOR_FAULTS.values(), ids=VECTOR_FAULTS)
-def test_a_fault_of_the_vector_form_is_caught(fault, tmp_path, monkeypatch):
+def check_vectors(monkeypatch) -> None:
     row = {"block_k": 256, "shrink_warps": 4, "block_n": 64, "expand_warps": 4, "pdl": 0}
     table = {**tiles._table("default"), "sgmv_vector": [row], "sgmv_form": [{"rows_of_slot": 9}]}
     monkeypatch.setattr(tiles, "_table", lambda _: table)
     slots = [0, 1, 3, -1, 3, 2, 4, 5]
     slices = lora_slices([(*MIXED[:5], 40)], 600, [70], FLOAT, used=set(slots))
     check_sgmv(sgmv_kernel, slots, slices, FLOAT)
+
+
+def test_the_vector_form_into_which_faults_are_planted_passes(monkeypatch):
+    check_vectors(monkeypatch)
+
+
+@pytest.mark.parametrize("fault", VECTOR_FAULTS.values(), ids=VECTOR_FAULTS)
+def test_a_fault_of_the_vector_form_is_caught(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(sgmv_kernel, "triton_vector", planted(triton_vector, fault, tmp_path))
     with pytest.raises(AssertionError):
-        check_sgmv(sgmv_kernel, slots, slices, FLOAT)
+        check_vectors(monkeypatch)
 
 
+@pytest.mark.usefixtures("small_parts")
 @BOTH
 @pytest.mark.parametrize("slots", POPULARITIES.values(), ids=POPULARITIES)
-@pytest.mark.parametrize("room", [5, 60], ids=["each row by itself", "segments"])
+@pytest.mark.parametrize("room", [5, 64], ids=["each row by itself", "segments"])
 def test_a_captured_plan_serves_any_mix_of_adapters(slots, room, dtype):
     slices = lora_slices([MIXED, MIXED[::-1]], 160, [96, 16], dtype, used=set(slots))
     check_sgmv(sgmv_kernel, slots, slices, dtype, room=room)

@@ -91,10 +91,18 @@ def test_a_killed_process_has_its_closed_requests_in_the_journal_of_the_next(tmp
         asyncio.run(next_life())
 
 
-def test_a_process_ends_when_its_parent_is_killed(tmp_path):
+ORPHANING = """
+import signal, subprocess, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup has it: what is ignored is inherited
+child = subprocess.Popen(sys.argv[1:])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_process_ends_when_its_parent_is_killed_also_where_hangups_are_ignored(tmp_path):
     write_hf_dir(tmp_path / "model")
-    code = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait()"
-    argv = [sys.executable, "-c", code, *command(tmp_path, tmp_path / "model")]
+    argv = [sys.executable, "-c", ORPHANING, *command(tmp_path, tmp_path / "model")]
     parent = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
