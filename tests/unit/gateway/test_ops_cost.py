@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from click.testing import CliRunner
-from ops_client import client_of, error_of
+from ops_client import client_of, error_of, within
 
 from gateway.cli import main
 from tenants import replica_times
@@ -118,6 +118,44 @@ def test_the_command_line_shows_the_same_report(server: OpsServer):
     assert json.loads(exact.output)["data"][0]["base_model"] == "m"
 
 
+def test_old_seconds_of_replicas_become_hours_by_a_command_and_the_report_is_the_same(
+    server: OpsServer, ops: httpx.Client
+):
+    hour_s = (NOW_S - 120 * 86_400) // 3_600 * 3_600
+    asyncio.run(book_seconds(server.settings.database_url, hour_s, 3))
+    asked = {"start_time": hour_s, "end_time": hour_s + 3_600}
+    before = ops.get("/reports/cost", params=asked).json()
+
+    done = [
+        json.loads(
+            CliRunner().invoke(main, ["rollup", "--json", "--home", str(server.home)], catch_exceptions=False).output
+        )
+        for _ in range(2)
+    ]
+
+    assert done == [{"rolled_up": 3}, {"rolled_up": 0}]
+    assert ops.get("/reports/cost", params=asked).json() == before
+    assert before["total"]["ns"] == 3 * NS
+
+
+async def book_seconds(url: str, start_s: int, num: int) -> None:
+    """Of a replica without work."""
+    database = Database(url)
+    await database.start()
+    accounts = {"attributed_ns": 0, "load_ns": 0, "recompute_ns": 0, "lost_ns": 0, "idle_ns": NS, "overhead_ns": 0}
+    fit = {"error_ppm": 0, "r2_ppm": 0}
+    try:
+        async with database.transaction() as session:
+            times = [(start_s + number) * NS for number in range(num)]
+            spans = [
+                ReplicaSpan("old-0", 1, number, "m", until_unix_ns=at, wall_ns=NS, **accounts, **fit)
+                for number, at in enumerate(times)
+            ]
+            await replica_times.post(session, spans)
+    finally:
+        await database.close()
+
+
 # ── what all tenants used and were charged ───────────────────────────────────────────────────────
 
 
@@ -141,9 +179,9 @@ def test_an_operator_reads_what_every_tenant_used_and_was_charged_in_the_tenants
 
 @pytest.mark.parametrize("path", ["/reports/usage", "/reports/charges"])
 def test_what_everybody_was_charged_is_for_the_scope_billing(server: OpsServer, ops: httpx.Client, path: str):
-    with client_of(
-        server, ops.post("/operators", json={"name": path, "scopes": ["read"]}).json()["operator_key"]
-    ) as reader:
+    text = ops.post("/operators", json={"name": path, "scopes": ["read"]}).json()["operator_key"]
+    within(10, lambda: server.context.directory.authenticate_operator(text))
+    with client_of(server, text) as reader:
         refused = reader.get(path, params={"start_time": 0})
 
     assert error_of(refused) == (403, "insufficient_scope", None)
