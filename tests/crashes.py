@@ -58,23 +58,31 @@ class Stream:
     ended: bool = False
 
     def run(self, url: str, key: str) -> None:
+        """Asks, and asks again while it is refused: a loaded machine's store may be too slow for one."""
         headers = {"authorization": f"Bearer {key}", "x-request-id": self.label}
+        with httpx.Client(timeout=120, base_url=url, headers=headers) as http:
+            for _ in range(TRIES):
+                self._ask(http)
+                if self.status != 503:
+                    break
+                time.sleep(0.1)
+        self.ended = True
+        self.first.set()
+
+    def _ask(self, http: httpx.Client) -> None:
+        self.text = ""
         try:
-            with (
-                plain.client(timeout=120) as http,
-                http.stream("POST", f"{url}/completions", json=self.body, headers=headers) as response,
-            ):
+            with http.stream("POST", "/completions", json=self.body) as response:
                 self.status = response.status_code
                 for piece in response.iter_text():
                     self.text += piece
-                    self.first.set()
+                    if self.status == 200:
+                        self.first.set()
                     if self.leaves and self.leave.is_set():
                         self.left = not self.num_ends
                         break
         except httpx.HTTPError:
             self.cut = True
-        self.ended = True
-        self.first.set()
 
     @property
     def num_ends(self) -> int:
