@@ -21,6 +21,7 @@ from gateway.commands.keys import key
 from gateway.commands.operators import operator
 from gateway.commands.prices import price
 from gateway.commands.reports import report
+from gateway.commands.rollups import rollups
 from gateway.commands.secrets import secrets
 from gateway.commands.slo import slo
 from gateway.commands.tenants import tenant
@@ -84,7 +85,7 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo, export):
+for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo, export, rollups):
     main.add_command(command)
 
 
