@@ -1,7 +1,5 @@
 """Who pays for a step: its time to the requests in it, and to the accounts that no request pays."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from engine import cost
@@ -13,14 +11,6 @@ from engine.stats import StepBill
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """A launched plan as the cost model sees it: each chunk's weight, and the features of the whole."""
-
-    weights: cost.Ints
-    features: cost.Floats
-
-
 class Attribution:
     """Weighs a plan when it is launched, shares its time when it has landed; the fit learns from both.
 
@@ -30,6 +20,7 @@ class Attribution:
     def __init__(self, num_slots: int) -> None:
         self.fit = CostFit()
         self._slot_mib = np.zeros(num_slots + 1)
+        self._parts = np.zeros((len(cost.FEATURES), 0))  # of the last plan, without its experts
 
     def loaded(self, load: SlotLoad, plan: StepPlan, load_ns: int) -> None:
         """An adapter has been moved into its slot; the first that needs it pays for that."""
@@ -39,14 +30,21 @@ class Attribution:
                 chunk.sequence.request.load_ns += load_ns
                 return
 
-    def weigh(self, plan: StepPlan) -> StepWork:
-        """Before the launch: afterwards sequences may lose their slots."""
-        shape = cost.shape_of(plan.chunks, self._slot_mib)
-        return StepWork(cost.weights(shape, self.fit.coefficients), cost.features(shape))
+    def weigh(self, plan: StepPlan) -> cost.Floats:
+        """``cost.parts`` of the plan, for every plan once, before its launch: afterwards sequences may lose their
+        slots."""
+        if plan.is_next:
+            self._parts = cost.one_token_later(self._parts)
+        else:
+            self._parts = cost.parts(cost.shape_of(plan.chunks, plan.num_tokens), self._slot_mib)
+        return self._parts
 
-    def share(self, plan: StepPlan, work: StepWork, step_ns: int) -> StepBill:
-        """Adds each chunk's share of a step that took ``step_ns`` to its request, to the last nanosecond."""
-        shares = cost.split(step_ns, work.weights)
+    def share(self, plan: StepPlan, parts: cost.Floats, expert_parts: cost.Floats | None, step_ns: int) -> StepBill:
+        """Adds each chunk's share of a step that took ``step_ns`` to its request, to the last nanosecond.
+        ``expert_parts`` as of a StepHandle."""
+        if expert_parts is not None:
+            parts[cost.EXPERT] = expert_parts
+        shares = cost.split(step_ns, cost.weights(self.fit.coefficients @ parts))
         recompute_ns = lost_ns = 0
         for chunk, share_ns in zip(plan.chunks, shares, strict=True):
             request = chunk.sequence.request
@@ -59,5 +57,5 @@ class Attribution:
             else:
                 lost_ns += share_ns - again_ns
         if step_ns:
-            self.fit.observe(work.features, step_ns)
+            self.fit.observe(cost.features(parts), step_ns)
         return StepBill(recompute_ns, lost_ns)

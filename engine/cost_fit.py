@@ -18,6 +18,7 @@ PRIOR = {
     "lora": 30.0,
     "adapter": 6e4,
     "adapter_mib": 400.0,
+    "expert": 1e4,
 }
 FIT_STEPS = (32, 64, 128, 256)  # the first fits; then after every BLOCK_STEPS
 BLOCK_STEPS = 256

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
+from engine.cost import Floats
 from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.graphs import DecodeGraphs, graph_sizes, resolve
 from engine.models.decoder import Decoder
@@ -17,13 +18,14 @@ from engine.scheduler import Chunk, ChunkResult, StepPlan
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A launched step. ``tokens`` of the sampling chunks, in order, and the scores (by the chunk's number) are in
-    pinned memory once ``done``."""
+    """A launched step. ``tokens`` of the sampling chunks, in order, the scores (by the chunk's number) and the chunks'
+    parts of the experts are in pinned memory once ``done``."""
 
     plan: StepPlan
     tokens: Tensor
     logprobs: dict[int, Scores]
     scores: dict[int, list[Scores]]
+    parts_of_experts: Tensor | None
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def results(self) -> list[ChunkResult]:
@@ -37,6 +39,9 @@ class DeviceStep:
             )
             for index, chunk in enumerate(self.plan.chunks)
         ]
+
+    def expert_parts(self) -> Floats | None:
+        return None if self.parts_of_experts is None else self.parts_of_experts.numpy()
 
 
 class CudaRunner(Runner):
@@ -90,7 +95,9 @@ class CudaRunner(Runner):
             self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
         self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
         drawn = self._drawn[: len(rows)]
-        step = DeviceStep(plan, to_host(drawn), self._logprobs(plan, logits, drawn), scores)
+        parts = self._expert_parts(plan)
+        parts = None if parts is None else to_host(parts)
+        step = DeviceStep(plan, to_host(drawn), self._logprobs(plan, logits, drawn), scores, parts)
         step.done.record()
         return step
 

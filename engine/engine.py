@@ -198,14 +198,14 @@ class Engine:
     def _launch(self, plan: StepPlan) -> Flight | None:
         if not plan.chunks:
             return None
-        work = self._attribution.weigh(plan)
+        parts = self._attribution.weigh(plan)
         started_ns = self._clock()
         for chunk in plan.chunks:
             request = chunk.sequence.request
             if not request.scheduled_ns:
                 request.scheduled_ns = started_ns
                 self._unstarted.discard(request.request_id)
-        flight = Flight(plan, work, self._runner.launch(plan), started_ns)
+        flight = Flight(plan, parts, self._runner.launch(plan), started_ns)
         self.scheduler.launched(plan)
         return flight
 
@@ -221,7 +221,7 @@ class Engine:
         results = flight.handle.results()
         began_ns, self._landed_ns = max(flight.started_ns, self._landed_ns), self._clock()
         run_ns = self._landed_ns - began_ns
-        bill = self._attribution.share(flight.plan, flight.work, run_ns)
+        bill = self._attribution.share(flight.plan, flight.parts, flight.handle.expert_parts(), run_ns)
         self._commit(flight.plan, results, self._landed_ns)
         return run_ns, bill
 

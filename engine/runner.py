@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, build_batch
+from engine.batch import Batch, build_batch, on_device
 from engine.config import EngineConfig
 from engine.device_counters import TIMED_STEPS, DeviceCounters
 from engine.experts import ExpertLoad
@@ -13,6 +14,7 @@ from engine.flight import Computed, StepHandle
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots, PackedAdapter
+from engine.models.moe import shared_evenly
 from engine.op_clock import OpClock
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Chunk, ChunkResult, StepPlan
@@ -73,7 +75,16 @@ class Runner:
             token_id, logprobs = next(sampled) if chunk.samples else (-1, None)
             scores = self._score(chunk, hidden[start : start + chunk.num_tokens]) if chunk.scores else ()
             results.append(ChunkResult(token_id, logprobs, scores))
-        return Computed(results)
+        parts = self._expert_parts(plan)
+        return Computed(results, None if parts is None else parts.numpy())
+
+    def _expert_parts(self, plan: StepPlan) -> Tensor | None:
+        """[chunks] as of a StepHandle, on the device, of the step just computed."""
+        if self.expert_load is None:
+            return None
+        owners = np.repeat(np.arange(len(plan.chunks)), [chunk.num_tokens for chunk in plan.chunks])
+        (owners,) = on_device(self._model.embedding.device, owners)
+        return shared_evenly(self._model.expert_uses(owners, len(plan.chunks)))
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights | PackedAdapter:
         """What ``load_slot`` takes fastest; from any thread, beside the steps."""

@@ -53,13 +53,15 @@ class ChunkResult(Struct, frozen=True):
 class StepPlan(Struct, frozen=True):
     """Prefill chunks and decodes of one step together, adapter slots assigned and pinned.
 
-    ``preempted`` gave their blocks back and wait again; ``exhausted`` have filled the pool and end.
+    ``preempted`` gave their blocks back and wait again; ``exhausted`` have filled the pool and end. ``is_next``: the
+    chunks are those of the plan before, each of one token then and now, each a token further, in the same slots.
     """
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
     num_tokens: int
     exhausted: tuple[Sequence, ...] = ()
+    is_next: bool = False
 
 
 NOTHING = StepPlan((), (), 0)
@@ -68,8 +70,8 @@ NOTHING = StepPlan((), (), 0)
 class _Draft:
     """A plan in the making."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, most_tokens: int) -> None:
+        self.budget = self._most_tokens = most_tokens
         self.chunks: list[Chunk] = []
         self.preempted: list[Sequence] = []
         self.exhausted: list[Sequence] = []
@@ -81,6 +83,21 @@ class _Draft:
         again = min(again - start, num_tokens) if again > start else 0
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores, sequence.num_preemptions, again))
         self.budget -= num_tokens
+
+    def add_prefills(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self.budget == 0:
+                return
+            if sequence.status is SequenceStatus.RUNNING:  # none of those that gave way meanwhile
+                self.add_prefill(sequence)
+
+    def add_prefill(self, sequence: Sequence) -> None:
+        start = sequence.num_computed_tokens
+        self.add(sequence, start, min(len(sequence.token_ids) - start, self.budget))
+
+    def plan(self, *, is_next: bool) -> StepPlan:
+        num_tokens = self._most_tokens - self.budget
+        return StepPlan(tuple(self.chunks), tuple(self.preempted), num_tokens, tuple(self.exhausted), is_next)
 
 
 class Scheduler:
@@ -103,6 +120,7 @@ class Scheduler:
         self.cache = PrefixCache(self.pool, config.block_size)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_steady = -1  # plans since somebody came or left that were a decode of each that runs, less one
         self._num_needing_history = 0
         self.num_cache_hits = 0  # prompt tokens of leaders that were found at first admission,
         self.num_cache_misses = 0  # and that were not
@@ -135,10 +153,13 @@ class Scheduler:
         """The next step: decodes, then prefill of what runs, then whose turn it is. Takes blocks and slots;
         ``exhausted`` sequences are finished already."""
         draft = _Draft(self.config.max_step_tokens)
-        self._plan_prefills(self._plan_decodes(draft), draft)
+        prefills = self._plan_decodes(draft)
+        num_decodes = len(draft.chunks)
+        draft.add_prefills(prefills)
         self._admit_waiting(draft)
-        num_tokens = self.config.max_step_tokens - draft.budget
-        return StepPlan(tuple(draft.chunks), tuple(draft.preempted), num_tokens, tuple(draft.exhausted))
+        is_plain = num_decodes == len(draft.chunks) == len(self.running)
+        self._num_steady = self._num_steady + 1 if is_plain else -1
+        return draft.plan(is_next=self._num_steady > 0)
 
     def launched(self, plan: StepPlan) -> None:
         """The plan is on the device: what is planned next comes after it."""
@@ -208,17 +229,6 @@ class Scheduler:
         self.waiting.queue.charge_each(charged)
         return prefills
 
-    def _plan_prefills(self, prefills: list[Sequence], draft: _Draft) -> None:
-        for sequence in prefills:
-            if draft.budget == 0:
-                return
-            if sequence.status is SequenceStatus.RUNNING:  # none of those that gave way meanwhile
-                self._plan_prefill(sequence, draft)
-
-    def _plan_prefill(self, sequence: Sequence, draft: _Draft) -> None:
-        start = sequence.num_computed_tokens
-        draft.add(sequence, start, min(len(sequence.token_ids) - start, draft.budget))
-
     def _admit_waiting(self, draft: _Draft) -> None:
         passed: list[Sequence] = []
         while draft.budget > 0 and len(self.running) < self.config.max_sequences:
@@ -259,10 +269,11 @@ class Scheduler:
         if needed + len(self.running) > self.pool.num_available:  # each running one's next block is kept for it
             return False
         self._start(sequence, found, num_blocks)
-        self._plan_prefill(sequence, draft)
+        draft.add_prefill(sequence)
         return True
 
     def _start(self, sequence: Sequence, found: list[int], num_blocks: int) -> None:
+        self._num_steady = -1
         for block in found:
             self.pool.retain(block)
         sequence.block_table = found + self.pool.allocate(num_blocks - len(found))
@@ -325,6 +336,7 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         """Takes a running sequence out and gives back its blocks and its slot."""
+        self._num_steady = -1
         self.running.remove(sequence)
         self._num_needing_history -= sequence.needs_history
         self.pool.release(sequence.block_table)

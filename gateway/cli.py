@@ -1,7 +1,7 @@
 """The `tenora` command: a client of the ops API and, with a tenant's key, of the public API.
 
-Only `serve`, `engine`, `migrate`, `secrets`, `audit` and `backup` open anything themselves. Every error is one line
-that says what to do.
+Only `serve`, `engine`, `migrate`, `secrets`, `audit`, `backup` and `rollup` open anything themselves. Every error is
+one line that says what to do.
 """
 
 import os
@@ -21,9 +21,10 @@ from gateway.commands.keys import key
 from gateway.commands.operators import operator
 from gateway.commands.prices import price
 from gateway.commands.reports import report
-from gateway.commands.rollups import rollups
+from gateway.commands.rollup import rollup
 from gateway.commands.secrets import secrets
 from gateway.commands.slo import slo
+from gateway.commands.sums import sums
 from gateway.commands.tenants import tenant
 from gateway.logs import log_to_stderr
 from gateway.settings import CannotStart, Settings, default_database, serve_options
@@ -85,7 +86,9 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, backup, adapter, price, invoice, report, slo, export, rollups):
+for command in (
+    *(tenant, key, operator, secrets, audit, backup, rollup, sums, adapter, price, invoice, report, slo, export),
+):
     main.add_command(command)
 
 

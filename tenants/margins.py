@@ -17,7 +17,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.errors import InvalidValue
 from tenants.money import exact_sum, total
-from tenants.tables import LedgerEntry, ReplicaTime, RequestRecord, UsageRollup, UsageSeries
+from tenants.tables import LedgerEntry, ReplicaHour, ReplicaTime, RequestRecord, UsageRollup, UsageSeries
 from tenants.tables.ledger import COSTLY, NOT_SUMMED
 from tenants.usage.cover import cover
 from tenants.usage.rollups import SUMMED_METERS
@@ -230,20 +230,22 @@ async def _add_costly(session: AsyncSession, query: MarginQuery, models: dict[st
 async def _add_replicas(
     session: AsyncSession, query: MarginQuery, models: dict[str, _Model]
 ) -> tuple[float | None, float | None]:
-    """→ the cost model's error and R²."""
-    busy = col(ReplicaTime.attributed_ns)
-    weighted = (func.sum(busy * 1e-9 * col(ReplicaTime.error_ppm)), func.sum(busy * 1e-9 * col(ReplicaTime.r2_ppm)))
-    sums = [func.sum(getattr(ReplicaTime, name)) for name in _TIMES]
-    columns: list[Any] = [col(ReplicaTime.model), *sums, *weighted]
-    found: Any = (
-        select(*columns).where(*_within(query, col(ReplicaTime.until_unix_ns))).group_by(col(ReplicaTime.model))
-    )
+    """→ the cost model's error and R². Old time is there by the hour: an hour counts where its last record does."""
     errors = busy_s = r_squared = 0.0
-    for model, *times, error, r2 in (await session.exec(found)).all():
-        models[model].times.update(dict(zip(_TIMES, map(int, times), strict=True)))
-        busy_s += int(times[1]) / _NS
-        errors, r_squared = errors + float(error) / 1e6, r_squared + float(r2) / 1e6
+    for table in (ReplicaTime, ReplicaHour):
+        for model, *times, error, r2 in (await session.exec(_times(table, query))).all():
+            models[model].times.update(dict(zip(_TIMES, map(int, times), strict=True)))
+            busy_s += int(times[1]) / _NS
+            errors, r_squared = errors + float(error) / 1e6, r_squared + float(r2) / 1e6
     return (errors / busy_s, r_squared / busy_s) if busy_s else (None, None)
+
+
+def _times(table: type[ReplicaTime | ReplicaHour], query: MarginQuery) -> Any:
+    """By model: sums of _TIMES, then of error and R², weighted by the seconds shared."""
+    busy = col(table.attributed_ns)
+    weighted = (func.sum(busy * 1e-9 * col(table.error_ppm)), func.sum(busy * 1e-9 * col(table.r2_ppm)))
+    columns: list[Any] = [col(table.model), *(func.sum(getattr(table, name)) for name in _TIMES), *weighted]
+    return select(*columns).where(*_within(query, col(table.until_unix_ns))).group_by(col(table.model))
 
 
 def _within(query: MarginQuery, time: Any) -> Sequence[Any]:

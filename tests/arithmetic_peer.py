@@ -71,11 +71,13 @@ class ArithmeticRunner:
         self.generations: dict[tuple[int, int], str] = {}
         self.plans: list[StepPlan] = []
         self.num_loads = 0
+        self._launched: list[tuple[int, ...]] = []  # sequence, end, tokens, slot, its generation
         self.drawn: dict[tuple[int, int], int] = {}  # by sequence and position
 
     def launch(self, plan: StepPlan) -> Computed:
         self.plans.append(plan)
         self._check_plan(plan)
+        self._check_next(plan)
         for chunk in plan.chunks:
             self._check_context(chunk, chunk.start)
         written: set[tuple[int, int]] = set()
@@ -115,6 +117,17 @@ class ArithmeticRunner:
             assert self.overlaps or not sequence.is_pending, "a step is launched before its tokens are known"
             if sequence.adapter_key:
                 self._check_slot(sequence)
+
+    def _check_next(self, plan: StepPlan) -> None:
+        before, now = self._launched, [(chunk, chunk.sequence) for chunk in plan.chunks]
+        self._launched = [
+            (sequence.seq_id, chunk.end, chunk.num_tokens, sequence.adapter_slot, sequence.slot_generation)
+            for chunk, sequence in now
+        ]
+        if plan.is_next:
+            further = [(seq_id, end + 1, 1, *slot) for seq_id, end, _, *slot in before]
+            assert further == self._launched, "a plan is not the one before, a token later"
+            assert {num_tokens for _, _, num_tokens, *_ in before} == {1}
 
     def _check_slot(self, sequence: Sequence) -> None:
         weights = self.slots[sequence.adapter_slot]

@@ -23,6 +23,7 @@ from gateway.cli import main
 from gateway.commands.journals import home_journals
 from tenants.audit import Journaled
 from tenants.secrets import Secrets
+from tests import plain
 from tests.served import Served, eventually, start
 from tests.stores import PostgresServer, postgres_server
 from tests.tiny import tiny_config, write_hf_dir
@@ -60,7 +61,7 @@ class Stream:
         headers = {"authorization": f"Bearer {key}", "x-request-id": self.label}
         try:
             with (
-                httpx.Client(timeout=120) as http,
+                plain.client(timeout=120) as http,
                 http.stream("POST", f"{url}/completions", json=self.body, headers=headers) as response,
             ):
                 self.status = response.status_code

@@ -16,6 +16,8 @@ import httpx
 import openai
 import psutil
 
+from tests import plain
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_VARIABLE = "TENORA_TEST_MODEL"  # which recipe the suites on the real model run on
 KEPT_VARIABLES = ("TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE")  # how to run it, not what
@@ -69,11 +71,11 @@ class Served:
     def http(self, key: str | None = None) -> httpx.Client:
         """The public port, spoken to without a client library in between."""
         headers = {"authorization": f"Bearer {key or self.api_key('acme')}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        return plain.client(base_url=self.url, headers=headers, timeout=120)
 
     def ops(self) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.credentials['operator_key']}"}
-        return httpx.Client(base_url=f"{self.ops_url}/admin/v1", headers=headers, timeout=30)
+        return plain.client(base_url=f"{self.ops_url}/admin/v1", headers=headers, timeout=30)
 
     def new_tenant(self, name: str, **limits) -> str:
         """A tenant with a key and these limits; the key."""
@@ -109,7 +111,7 @@ class Served:
 
     def metrics(self) -> dict[tuple[str, tuple], float]:
         """Every sample of /metrics: (name, sorted labels) → value."""
-        return parse_metrics(httpx.get(f"{self.ops_url}/metrics", timeout=10).text)
+        return parse_metrics(plain.get(f"{self.ops_url}/metrics", timeout=10).text)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a name's samples that carry these labels."""

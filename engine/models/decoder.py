@@ -14,7 +14,7 @@ from engine.models.config import SCALE, ModelConfig
 from engine.models.linear import Linear, LoraStep
 from engine.models.lora_slots import LoraSlots
 from engine.models.mlp import GatedMlp
-from engine.models.moe import MoeMlp, moe_mlp
+from engine.models.moe import MoeMlp, expert_uses, moe_mlp
 from kernels.linear import LinearWeight, linear
 from kernels.qk_rope_kv import HeadNorms
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -141,7 +141,16 @@ class Decoder:
 
     def expert_tokens(self) -> list[list[int]]:
         """Tokens of each expert so far, by layer with experts. Waits for the device."""
-        return [layer.mlp.num_tokens_of.tolist() for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
+        return [mlp.num_tokens_of.tolist() for mlp in self._expert_mlps()]
+
+    def expert_uses(self, owners: Tensor, num_owners: int) -> Tensor:
+        """As ``engine.models.moe.expert_uses``, of the last step's tokens."""
+        moe = self.config.moe
+        assert moe is not None, self.config.family
+        return expert_uses([mlp.chosen for mlp in self._expert_mlps()], owners, num_owners, moe.num_experts)
+
+    def _expert_mlps(self) -> list[MoeMlp]:
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
 
     def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0) -> Tensor:
         """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``:

@@ -5,7 +5,7 @@ Weights under ``model.layers.N.mlp.``: ``gate.weight`` [E, H] (the router), ``ex
 ``engine/weights/experts.py`` brings what checkpoints hold into these names. No adapter touches any of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ class SharedExpert:
 
 class MoeMlp:
     """Each token through the experts of its choice. ``num_tokens_of`` [E] int64 counts them: tokens of steps, which
-    are all real, since a batch has no padding; what a kernel pads is not counted."""
+    are all real, since a batch has no padding; what a kernel pads is not counted. ``chosen`` [T, K] int64: the experts
+    of the last step's tokens."""
 
     def __init__(self, moe: MoeConfig, router: Tensor, experts: tuple[Tensor, Tensor], shared: SharedExpert | None):
         self.top_k = moe.top_k
@@ -42,12 +43,14 @@ class MoeMlp:
         self.gate_up, self.down = map(ExpertWeights, experts)
         self.shared = shared
         self.num_tokens_of = torch.zeros(moe.num_experts, dtype=torch.int64, device=router.device)
+        self.chosen = torch.zeros(0, moe.top_k, dtype=torch.int64, device=router.device)
         self.num_calls = 0
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
         """x [T, H] → [T, H]."""
         self.num_calls += 1
         topk_ids, topk_weights = route(linear(x, self.router), self.top_k, self.rule)
+        self.chosen = topk_ids
         plan = plan_experts(topk_ids, self.gate_up.num_experts)
         self.num_tokens_of += plan.counts
         inner = silu_mul(grouped_linear(gather(x, plan), self.gate_up, plan))
@@ -56,6 +59,22 @@ class MoeMlp:
 
     def linears(self) -> "tuple[Linear | MoeMlp, ...]":
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
+
+
+def expert_uses(chosen: Sequence[Tensor], owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
+    """chosen: [T, K] of each of L layers; owners [T]: whose each token is, 0 ≤ owner < N → [N, L · E] bool: whether one
+    of an owner's tokens was sent to a layer's expert."""
+    num_all = len(chosen) * num_experts
+    first = torch.arange(0, num_all, num_experts, device=owners.device)  # of each layer
+    places = torch.stack(tuple(chosen)) + first[:, None, None] + (owners * num_all)[None, :, None]
+    uses = torch.zeros(num_owners * num_all, dtype=torch.bool, device=owners.device)
+    uses[places.flatten()] = True
+    return uses.view(num_owners, num_all)
+
+
+def shared_evenly(uses: Tensor) -> Tensor:
+    """uses [N, things] bool → [N] fp64: of each thing that one uses, 1 / its users, summed over things."""
+    return uses.double() @ (1 / uses.sum(0).clamp_min(1).double())
 
 
 def moe_mlp(config: ModelConfig, weights: Weights, layer: int) -> MoeMlp | GatedMlp:

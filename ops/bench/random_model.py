@@ -26,6 +26,11 @@ SHAPES = {
         **_COMMON, "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "rms_norm_eps": 1e-5,
     },
+    "tiny_moe": {
+        **_COMMON, "model_type": "mixtral", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "rms_norm_eps": 1e-5,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
     "tiny_qwen": {
         **_COMMON, "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,

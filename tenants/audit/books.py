@@ -116,6 +116,7 @@ _NOT_NEGATIVE = {
         *("overhead_ns", "error_ppm"),
     ),
 }
+_NOT_NEGATIVE["replica_hour"] = _NOT_NEGATIVE["replica_time"]
 _PRICED = (
     "SELECT rate_card_id, meter, base_model, flow_class, unit_price_picousd, count(*) AS num_entries FROM ledger_entry"
     " GROUP BY rate_card_id, meter, base_model, flow_class, unit_price_picousd"

@@ -10,7 +10,7 @@ from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, 
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
-from tenants.tables.replicas import ReplicaTime
+from tenants.tables.replicas import ReplicaHour, ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
 from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
 from tenants.tables.spending import SpendTotal
@@ -45,6 +45,7 @@ __all__ = [
     "RateCardItem",
     "RateCardVersion",
     "RefusalMinute",
+    "ReplicaHour",
     "ReplicaTime",
     "RequestRecord",
     "SloIncident",

@@ -1,18 +1,13 @@
-"""Two installations, each started once: the default model with its demo, and a tiny model in a tiny pool."""
+"""Installations of a tiny model, each started once."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.served import DEFAULT_MODEL, Served, serving
-
-
-@pytest.fixture(scope="session")
-def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """What a newcomer gets: SmolLM2, demo tenants, two gateways on one socket."""
-    with serving(tmp_path_factory.mktemp("smollm"), "--model", DEFAULT_MODEL, "--gateways", "2") as served:
-        yield served
+from tests.otlp import Collector, collecting
+from tests.served import Served, serving
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +29,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[
     options += ("--webhook-loopback",)
     with serving(tmp_path_factory.mktemp("tiny-home"), *options) as served:
         yield served
+
+
+@dataclass(frozen=True)
+class Observed:
+    served: Served
+    collector: Collector
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Observed]:
+    """The tiny model with room for longer streams, everything logged and traced, for what looks into that."""
+    options = ("--log-level", "debug", "--block-size", "4", "--kv-blocks", "512", "--context", "512")
+    options += ("--adapter-slots", "2", "--demo", "--model", f"tiny={model_dir}")
+    with pytest.MonkeyPatch.context() as patch, collecting() as collector:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+        with serving(tmp_path_factory.mktemp("observed"), *options) as served:
+            yield Observed(served, collector)

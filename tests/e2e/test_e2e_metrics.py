@@ -4,10 +4,9 @@ import concurrent.futures
 from collections import Counter
 from dataclasses import dataclass
 
-import httpx
-import psutil
 import pytest
 
+from tests import plain
 from tests.load import OPTIONS, load, models
 from tests.observed import documented, drawn, families, gaps, items, unknown_names
 from tests.served import Served, eventually, parse_metrics, serving
@@ -32,7 +31,8 @@ MOVED_ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, model_dir):
-    with serving(tmp_path_factory.mktemp("metrics"), *models(model_dir), *OPTIONS) as running:
+    """Four gateways on one socket, two engines."""
+    with serving(tmp_path_factory.mktemp("metrics"), *models(model_dir), "--gateways", "4", *OPTIONS) as running:
         yield running
 
 
@@ -101,24 +101,16 @@ def test_every_query_of_every_dashboard_and_rule_names_what_is_served(watched: W
     assert gaps(loaded, drawn(), items()) == []
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory, model_dir):
-    """Four gateways on one socket."""
-    options = ("--model", f"tiny={model_dir}", "--gateways", "4", *OPTIONS)
-    with serving(tmp_path_factory.mktemp("four"), *options) as running:
-        yield running
-
-
-def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kill_and_a_restart(four: Served):
+def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kill_and_a_restart(served: Served):
     """Case 24: 40 requests, 10 of them refused; twenty scrapes; one gateway killed and restarted; 10 more."""
 
     def call(max_tokens: int) -> int:
-        with four.http() as http:  # each on a connection of its own: any of the four takes it
+        with served.http() as http:  # each on a connection of its own: any of the four takes it
             body = {"model": "tiny", "prompt": "x", "max_tokens": max_tokens}
             return http.post("/completions", json=body).status_code
 
     def outcomes() -> tuple[float, float, float]:
-        metrics = four.metrics()
+        metrics = served.metrics()
         told = {}
         for (name, labels), value in metrics.items():
             if name == "tenora_requests_total":
@@ -132,11 +124,11 @@ def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kil
     eventually(lambda: outcomes()[:2] == (good + 30, bad + 10))
     scrapes = [outcomes() for _ in range(20)]
 
-    victim = max(four.gateways(), key=lambda process: sum(process.cpu_times()[:2]))
+    victim = max(served.gateways(), key=lambda process: sum(process.cpu_times()[:2]))
     victim.kill()
     during = [outcomes() for _ in range(5)]
-    eventually(lambda: len(four.gateways()) == 4 and victim.pid not in {child.pid for child in four.gateways()})
-    eventually(lambda: httpx.get(f"{four.ops_url}/readyz").status_code == 200)
+    eventually(lambda: len(served.gateways()) == 4 and victim.pid not in {child.pid for child in served.gateways()})
+    eventually(lambda: plain.get(f"{served.ops_url}/readyz").status_code == 200)
     totals = []
     for _ in range(10):
         assert call(1) == 200
@@ -151,11 +143,11 @@ def test_counters_of_four_gateways_never_fall_and_count_nothing_twice_over_a_kil
 
 
 def test_metrics_need_no_key_and_speak_openmetrics_when_asked(served: Served):
-    plain = httpx.get(f"{served.ops_url}/metrics")
-    asked = httpx.get(f"{served.ops_url}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    usual = plain.get(f"{served.ops_url}/metrics")
+    asked = plain.get(f"{served.ops_url}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
 
-    assert plain.headers["content-type"].startswith("text/plain")
-    assert parse_metrics(plain.text)
+    assert usual.headers["content-type"].startswith("text/plain")
+    assert parse_metrics(usual.text)
     assert asked.headers["content-type"].startswith("application/openmetrics-text")
     assert asked.text.endswith("# EOF\n")
 
@@ -168,6 +160,4 @@ def test_no_adapter_key_or_client_word_is_a_label_and_a_tenant_only_by_its_id(se
 
 
 def test_a_gateway_process_stays_under_120_mb(served: Served):
-    (gateway,) = served.gateways()
-
-    assert psutil.Process(gateway.pid).memory_info().rss < 120 << 20
+    assert [gateway.memory_info().rss < 120 << 20 for gateway in served.gateways()] == [True] * 4

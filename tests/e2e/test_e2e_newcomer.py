@@ -3,11 +3,14 @@
 import json
 import subprocess
 import time
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file
 
+from tests import plain
 from tests.served import DEFAULT_MODEL, Served, eventually
 
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
@@ -202,9 +205,9 @@ def test_usage_counts_what_was_generated_for_the_caller_alone(smollm: Served):
 
 
 def test_without_a_key_nothing_but_health_answers(smollm: Served):
-    assert httpx.get(smollm.url.removesuffix("/v1") + "/health").status_code == 200
+    assert plain.get(smollm.url.removesuffix("/v1") + "/health").status_code == 200
     answers = [
-        httpx.get(f"{smollm.url}/models", headers=headers)
+        plain.get(f"{smollm.url}/models", headers=headers)
         for headers in ({}, {"authorization": "Bearer tn_live_" + "a" * 36}, {"authorization": "Basic eDp5"})
     ]
 
@@ -219,3 +222,22 @@ def test_stock_client_errors_have_their_types(smollm: Served):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(smollm.client(), temperature=9)
     assert caught.value.param == "temperature"
+
+
+@pytest.mark.parametrize("name", ["pirate", "support"])
+def test_the_shipped_adapters_bind_as_many_pairs_as_they_hold(smollm: Served, name: str):
+    folder = Path(__file__).parents[2] / "gateway" / "demo" / name
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.startswith("adapter_")}
+    num_tensors = len(load_file(folder / "adapter_model.safetensors"))
+    with smollm.http(smollm.new_tenant(f"demo-{name}")) as http:
+        base = http.get("/models").json()["data"][0]["id"]
+        answer = http.post("/adapters", data={"name": name, "base_model": base}, files=files)
+
+    assert answer.status_code == 201, answer.text
+    assert 2 * answer.json()["num_pairs_bound"] == num_tensors
+
+
+def test_its_webhooks_call_nothing_on_its_own_machine(smollm: Served):
+    with smollm.http() as http:
+        for url in ("http://127.0.0.1:9/", "https://127.0.0.1:8443/", "https://[::1]:8443/"):
+            assert http.post("/webhooks", json={"url": url}).status_code == 400

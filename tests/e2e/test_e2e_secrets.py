@@ -5,18 +5,17 @@ import json
 import re
 import secrets
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.otlp import Collector, collecting
-from tests.served import Served, eventually, serving
+from tests import plain
+from tests.otlp import Collector
+from tests.served import Served, eventually
 from tests.tiny import tiny_adapter, write_peft_dir
 
-OPTIONS = ("--block-size", "4", "--kv-blocks", "256", "--context", "128", "--adapter-slots", "2", "--demo")
 SAFE = {"credentials.json", "secrets.json"}  # 0600: keys and peppers are kept there by design
 
 
@@ -62,16 +61,10 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory, model_dir: Path) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("secrets")
-    with pytest.MonkeyPatch.context() as patch, collecting() as collector:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        options = ("--model", f"tiny={model_dir}", "--log-level", "debug", *OPTIONS)
-        with serving(folder / "home", *options) as served:
-            planted = Planted()
-            _live(served, planted, folder)
-            yield Scene(served, collector, planted, _ask_as_another(served))
+def scene(observed, tmp_path_factory) -> Scene:
+    planted = Planted()
+    _live(observed.served, planted, tmp_path_factory.mktemp("secrets"))
+    return Scene(observed.served, observed.collector, planted, _ask_as_another(observed.served))
 
 
 def _live(served: Served, planted: Planted, folder: Path) -> None:
@@ -198,7 +191,7 @@ def test_spans_have_none(scene: Scene):
 
 
 def test_metrics_have_none(scene: Scene):
-    text = httpx.get(f"{scene.served.ops_url}/metrics", timeout=10).content
+    text = plain.get(f"{scene.served.ops_url}/metrics", timeout=10).content
 
     assert b"tenora_requests_total" in text
     assert scene.planted.found_in(text) == []

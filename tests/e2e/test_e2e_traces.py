@@ -6,18 +6,17 @@ import itertools
 import json
 import socket
 import sqlite3
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.otlp import collecting
-from tests.served import Served, eventually, serving
+from tests.otlp import Collector
+from tests.served import Served, eventually
 from tests.tiny import tiny_adapter, write_peft_dir
 
-OPTIONS = ("--block-size", "4", "--kv-blocks", "512", "--context", "512", "--adapter-slots", "2", "--demo")
 CHILDREN = ["admit", "queue", "prefill", "decode", "settle"]
 SECRET = "unspeakable"  # in every prompt
 PARENT = "00f067aa0ba902b7"
@@ -39,10 +38,15 @@ class Asked:
 @dataclass
 class Scene:
     served: Served
+    collector: Collector
+    began_ns: int
     asked: list[Asked]
-    spans: list
-    resources: list
-    unsampled: list[str] = field(default_factory=list)
+    unsampled: list[str]
+
+    @property
+    def spans(self) -> list:
+        """Those of the scene's own requests: others were there before."""
+        return [span for span in list(self.collector.spans) if span.start_time_unix_nano >= self.began_ns]
 
 
 KINDS = {
@@ -92,17 +96,12 @@ def leave(served: Served, key: str, path: str, body: dict, headers: dict, trace_
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory, model_dir: Path) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("traces")
-    with pytest.MonkeyPatch.context() as patch, collecting() as collector:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-        with serving(folder / "home", "--model", f"tiny={model_dir}", *OPTIONS) as served:
-            scene = Scene(served, _traffic(served, folder), collector.spans, collector.resources)
-            scene.unsampled = _unsampled(served)
-            eventually(lambda: len(servers(scene)) >= NUM_REQUESTS, timeout_s=30)
-            yield scene
+def scene(observed, tmp_path_factory) -> Scene:
+    served, began_ns = observed.served, time.time_ns()
+    asked = _traffic(served, tmp_path_factory.mktemp("traces"))
+    scene = Scene(served, observed.collector, began_ns, asked, _unsampled(served))
+    eventually(lambda: len(servers(scene)) >= NUM_REQUESTS, timeout_s=30)
+    return scene
 
 
 def _traffic(served: Served, folder: Path) -> list[Asked]:
@@ -129,7 +128,7 @@ def _unsampled(served: Served) -> list[str]:
 
 
 def servers(scene: Scene) -> list:
-    return [span for span in list(scene.spans) if span.kind == 2]
+    return [span for span in scene.spans if span.kind == 2]
 
 
 def attributes(span) -> dict:
@@ -280,7 +279,7 @@ def test_no_prompt_answer_or_key_is_in_a_span(scene: Scene):
 
 
 def test_the_collector_hears_who_sends_and_nothing_is_dropped(scene: Scene):
-    told = [attributes(resource) for resource in scene.resources]
+    told = [attributes(resource) for resource in scene.collector.resources]
 
     assert {resource["service.name"] for resource in told} == {"tenora-gateway"}
     assert {resource["deployment.environment.name"] for resource in told} == {"test"}

@@ -1,4 +1,4 @@
-"""Uploads and deletions against a whole server: memory, neighbours, restarts, the command (cases 4 and 8)."""
+"""Uploads and deletions against a whole server: memory, neighbours, the command (cases 4 and 8)."""
 
 import concurrent.futures
 import json
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.churn import churn
-from tests.served import ROOT, Served, eventually, serving
+from tests.served import ROOT, Served, eventually
 from tests.tiny import tiny_adapter, write_peft_dir
 from tests.uploads import sound_header, stream_chunks, upload, watched
 
@@ -78,33 +78,6 @@ def test_a_bad_adapter_beside_a_good_one_disturbs_neither_it_nor_a_running_strea
     ] * 3
 
 
-def test_bad_entries_where_adapters_lie_stop_no_start_and_no_other_adapter(tmp_path: Path, model_dir: Path):
-    """Case 4: damage in the blob store and in an engine's disk tier, found by the request that needs it."""
-    options = ("--model", f"tiny={model_dir}", "--kv-blocks", "64", "--block-size", "4", "--adapter-slots", "2")
-    home = tmp_path / "home"
-    with serving(home, *options) as served:
-        key = served.new_tenant("restarted")
-        with served.http(key) as http:
-            shas = {}
-            for name, seed in (("kept", 30), ("torn", 31), ("lost", 32)):
-                shas[name] = upload(http, name, write_peft_dir(tmp_path / name, tiny_adapter(seed))).json()["sha256"]
-            texts = {name: _text(http, name) for name in ("kept", "torn")}
-    [folder] = [path for path in (home / "blobs" / "tenants").iterdir() if (path / shas["lost"]).exists()]
-    (folder / shas["lost"]).write_bytes(b"not an adapter")
-    [tier] = (home / "engines").glob("*/adapters")
-    [torn] = tier.glob(f"*{shas['torn']}*")
-    torn.write_bytes(torn.read_bytes()[:-7])
-    (tier / f"nobody.{'0' * 64}.tnr").symlink_to("/nonexistent")
-    (tier / "half.part").write_bytes(b"x")
-
-    with serving(home, *options) as served, served.http(key) as http:
-        after = {name: _text(http, name) for name in texts}
-        lost = http.post("/completions", json=BODY | {"model": "lost", "max_tokens": 8})
-
-    assert after == texts
-    assert (lost.status_code, lost.json()["error"]["code"]) == (409, "adapter_corrupt")
-
-
 def _text(http: httpx.Client, model: str) -> str:
     answer = http.post("/completions", json=BODY | {"model": model, "max_tokens": 16})
     assert answer.status_code == 200, answer.text
@@ -156,5 +129,5 @@ def test_the_operator_sees_which_adapters_lie_where(tiny: Served, tmp_path: Path
 
 
 def test_names_come_and_go_and_every_answer_is_of_the_right_version(tiny: Served, tmp_path: Path):
-    """Five rounds of what ``./run prove churn`` does for fifty."""
-    churn(tiny, tmp_path, "churn", rounds=5)
+    """Two rounds of what ``./run prove churn`` does for fifty."""
+    churn(tiny, tmp_path, "churn", rounds=2)

@@ -28,9 +28,3 @@ def test_an_uploads_event_reaches_the_tenants_receiver_signed_and_once(tiny: Ser
         assert [delivery["state"] for delivery in seen["deliveries"]] == ["delivered"]
         assert "whsec_" not in str(seen)
     assert eventually(lambda: tiny.metric("tenora_webhook_deliveries_total", result="delivered")) >= 1
-
-
-def test_a_served_installation_without_the_test_flag_calls_nothing_on_its_own_machine(smollm: Served):
-    with smollm.http() as http:
-        for url in ("http://127.0.0.1:9/", "https://127.0.0.1:8443/", "https://[::1]:8443/"):
-            assert http.post("/webhooks", json={"url": url}).status_code == 400

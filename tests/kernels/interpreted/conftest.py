@@ -67,7 +67,7 @@ def pytest_runtest_logreport(report):
 
 def _run_child(path: Path, session: pytest.Session, config: pytest.Config) -> None:
     ids = [item.nodeid for item in session.items if item.path == path]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--disable-plugin-autoload", *ids]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ids]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
         results.touch()

@@ -3,34 +3,76 @@
 import itertools
 import math
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
-from engine.cost import FEATURES, StepShape, features, split, weights
+from engine import cost
+from engine.cost import FEATURES, WEIGHTS, StepShape, features, split, weights
 from engine.cost_fit import PRIOR, CostFit, solve
+from engine.models.moe import expert_uses, shared_evenly
 
-COEFFICIENTS = np.array([5e6, 2e3, 2.2e4, 31.0, 1.7, 40.0, 6e4, 900.0])
+COEFFICIENTS = np.array([5e6, 2e3, 2.2e4, 31.0, 1.7, 40.0, 6e4, 900.0, 7e4])
+SLOT_MIB = np.array([1.5, 24.0, 7.25, 0.0])
+LAYERS, EXPERTS, TOP_K = 2, 6, 2
 
 
-def random_shape(draw: random.Random, count: int) -> StepShape:
-    """Decodes and prefills, some with one of three adapters."""
-    mib = [1.5, 24.0, 7.25, 0.0]
+@dataclass
+class Step:
+    """``routes`` [L][T, K]: the experts of each token, the chunks' tokens one behind the other."""
+
+    shape: StepShape
+    routes: list[torch.Tensor]
+
+    def owners(self) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.arange(len(self.shape.tokens)), self.shape.tokens))
+
+    def parts(self) -> cost.Floats:
+        uses = expert_uses(self.routes, self.owners(), len(self.shape.tokens), EXPERTS)
+        found = cost.parts(self.shape, SLOT_MIB)
+        found[cost.EXPERT] = shared_evenly(uses).numpy()
+        return found
+
+    def woken_by(self, member: int) -> set[tuple[int, int]]:
+        rows = (self.owners() == member).nonzero().flatten().tolist()
+        layers = enumerate(self.routes)
+        return {(layer, expert) for layer, chosen in layers for row in rows for expert in chosen[row].tolist()}
+
+
+def random_step(draw: random.Random, count: int, longest: int = 40) -> Step:
+    """Decodes and prefills, some with one of three adapters; some routers like few experts."""
     slots = np.array([draw.randrange(-1, 3) for _ in range(count)])
-    tokens = np.array([draw.choice([1, 1, 1, draw.randint(2, 300)]) for _ in range(count)])
-    return StepShape(np.array([draw.randrange(4_000) for _ in range(count)]), tokens, slots, np.array(mib)[slots])
+    tokens = np.array([draw.choice([1, 1, 1, draw.randint(2, longest)]) for _ in range(count)])
+    shape = StepShape(np.array([draw.randrange(4_000) for _ in range(count)]), tokens, slots)
+    numbers, liked = np.random.default_rng(draw.randrange(1 << 30)), draw.randint(TOP_K, EXPERTS)
+    routes = [numbers.random((tokens.sum(), liked)).argsort(1)[:, :TOP_K] for _ in range(LAYERS)]
+    return Step(shape, [torch.from_numpy(chosen) for chosen in routes])
 
 
-def part(shape: StepShape, members: tuple[int, ...]) -> StepShape:
-    chosen = list(members)
-    return StepShape(shape.starts[chosen], shape.tokens[chosen], shape.slots[chosen], shape.mib[chosen])
+def modelled_ns(step: Step, members: tuple[int, ...]) -> float:
+    """The step's time with these members only, from the model's definition."""
+    if not members:
+        return 0.0
+    f = dict(zip(FEATURES, COEFFICIENTS.tolist(), strict=True))
+    total, adapters, experts = f["step"], set(), set()
+    for member in members:
+        start, tokens, slot = (int(each[member]) for each in (step.shape.starts, step.shape.tokens, step.shape.slots))
+        pairs = sum(range(start + 1, start + tokens + 1))
+        total += f["sequence"] + f["token"] * tokens + f["key"] * (start + tokens) + f["pair"] * pairs
+        total += f["lora"] * SLOT_MIB[slot] * tokens
+        adapters |= {slot} - {-1}
+        experts |= step.woken_by(member)
+    total += sum(f["adapter"] + f["adapter_mib"] * SLOT_MIB[slot] for slot in adapters)
+    return total + f["expert"] * len(experts)
 
 
-def by_all_coalitions(shape: StepShape, coefficients: np.ndarray) -> list[float]:
+def by_all_coalitions(step: Step) -> list[float]:
     """The Shapley value from its definition: the mean of what each adds, over all orders of arrival."""
-    count = len(shape.tokens)
+    count = len(step.shape.tokens)
     time = {
-        members: float(features(part(shape, members)) @ coefficients) if members else 0.0
+        members: modelled_ns(step, members)
         for size in range(count + 1)
         for members in itertools.combinations(range(count), size)
     }
@@ -43,36 +85,69 @@ def by_all_coalitions(shape: StepShape, coefficients: np.ndarray) -> list[float]
     return values
 
 
-def test_the_closed_form_is_the_shapley_value_of_the_modelled_time():
+def test_the_closed_form_is_the_shapley_value_of_the_modelled_time_with_adapters_and_experts():
     draw = random.Random(3)
-    for _ in range(40):
-        shape = random_shape(draw, draw.randint(1, 7))
+    for count in (1, 2, 3, 4, 5, 6, 7, 8) * 3:
+        step = random_step(draw, count, longest=6)
+        parts = step.parts()
 
-        found = weights(shape, COEFFICIENTS) / 1024
+        found = COEFFICIENTS @ parts
 
-        assert found == pytest.approx(by_all_coalitions(shape, COEFFICIENTS), abs=0.01)
-        assert found.sum() == pytest.approx(features(shape) @ COEFFICIENTS, abs=0.02)
+        assert found == pytest.approx(by_all_coalitions(step), rel=1e-9)
+        assert features(parts) @ COEFFICIENTS == pytest.approx(modelled_ns(step, tuple(range(count))), rel=1e-12)
 
 
-def test_shares_sum_to_the_step_and_are_within_a_nanosecond_of_their_proportion():
+def test_who_alone_wakes_an_expert_pays_for_it_and_who_shares_one_pays_a_part():
+    shape = StepShape(np.full(3, 9), np.ones(3, np.int64), np.full(3, -1))
+    step = Step(shape, [torch.tensor([[0, 1], [0, 1], [0, 5]])])
+
+    experts = step.parts()[cost.EXPERT]
+
+    assert experts == pytest.approx([1 / 3 + 1 / 2, 1 / 3 + 1 / 2, 1 / 3 + 1])
+    assert experts.sum() == pytest.approx(3)  # woken
+
+
+def test_a_token_later_each_chunk_reads_one_key_more_and_shares_as_before():
+    shape = StepShape(np.array([5, 900, 31]), np.ones(3, np.int64), np.array([1, -1, 1]))
+    later = StepShape(shape.starts + 1, shape.tokens, shape.slots)
+
+    found = cost.one_token_later(cost.parts(shape, SLOT_MIB))
+
+    assert found.tolist() == cost.parts(later, SLOT_MIB).tolist()
+
+
+def test_weights_keep_the_proportion_of_costs_whatever_their_size():
+    draw = np.random.default_rng(4)
+    for size in (1e-3, 1.0, 1e9, 1e17):
+        costs = draw.random(256) * size
+
+        found = weights(costs)
+
+        assert found.min() >= 1
+        assert 0.999 * WEIGHTS < found.sum() <= WEIGHTS
+        assert found / found.sum() == pytest.approx(costs / costs.sum(), abs=1e-8)
+    assert weights(np.zeros(3)).tolist() == [1, 1, 1]
+
+
+def test_shares_are_the_floors_of_exact_cumulative_shares_and_sum_to_the_step():
     draw = random.Random(1)
     for _ in range(500):
-        chosen = [draw.randrange(0, 600) for _ in range(draw.randint(1, 64))]
+        chosen = [draw.randrange(0, 1 << draw.randint(1, 24)) for _ in range(draw.randint(1, 64))]
         chosen[draw.randrange(len(chosen))] += 1
-        step_ns = draw.randrange(0, 10**10)
+        step_ns = draw.randrange(0, 1 << draw.randint(1, 62))
 
         shares = split(step_ns, np.array(chosen))
 
+        bounds = [step_ns * part // sum(chosen) for part in itertools.accumulate(chosen, initial=0)]
+        assert shares == [upper - lower for lower, upper in itertools.pairwise(bounds)]
         assert sum(shares) == step_ns
-        for share, weight in zip(shares, chosen, strict=True):
-            assert abs(share * sum(chosen) - step_ns * weight) < sum(chosen) * (1 + 1e-6)
 
 
 def test_the_shares_of_every_random_step_sum_to_it_to_the_nanosecond():
     draw = random.Random(2)
-    for _ in range(20_000):
+    for _ in range(1_000):
         step_ns = draw.randrange(1, 10 ** draw.randint(1, 12))
-        shares = split(step_ns, weights(random_shape(draw, draw.randint(1, 12)), COEFFICIENTS))
+        shares = split(step_ns, weights(COEFFICIENTS @ random_step(draw, draw.randint(1, 12), longest=10).parts()))
 
         assert sum(shares) == step_ns
         assert min(shares) >= 0
@@ -90,10 +165,17 @@ def test_nothing_is_split_among_nobody_and_time_without_users_is_a_bug():
         split(5, np.array([2, -1]))
 
 
-def test_eight_choices_of_one_request_pay_what_eight_requests_would():
-    alike = StepShape(np.full(8, 100), np.ones(8, np.int64), np.full(8, -1), np.zeros(8))
+def test_a_step_longer_than_a_century_or_weights_beyond_their_bound_are_a_bug():
+    with pytest.raises(AssertionError):
+        split(1 << 62, np.array([1]))
+    with pytest.raises(AssertionError):
+        split(5, np.array([WEIGHTS, 1]))
 
-    assert len(set(weights(alike, COEFFICIENTS).tolist())) == 1
+
+def test_eight_choices_of_one_request_pay_what_eight_requests_would():
+    alike = StepShape(np.full(8, 100), np.ones(8, np.int64), np.full(8, -1))
+
+    assert len(set(weights(COEFFICIENTS @ cost.parts(alike, SLOT_MIB)).tolist())) == 1
 
 
 # ── the fit ──────────────────────────────────────────────────────────────────────────────────────
@@ -102,8 +184,8 @@ def test_eight_choices_of_one_request_pay_what_eight_requests_would():
 def learned(num_steps: int, noise: float, planted: np.ndarray = COEFFICIENTS) -> CostFit:
     draw, fit = random.Random(7), CostFit()
     for _ in range(num_steps):
-        shape = features(random_shape(draw, draw.randint(1, 32)))
-        fit.observe(shape, max(1, round(float(shape @ planted) * draw.uniform(1 - noise, 1 + noise))))
+        seen = features(random_step(draw, draw.randint(1, 32)).parts())
+        fit.observe(seen, max(1, round(float(seen @ planted) * draw.uniform(1 - noise, 1 + noise))))
     return fit
 
 
@@ -116,10 +198,10 @@ def test_the_fit_finds_planted_coefficients_again():
 
 
 def test_the_fit_says_how_noisy_the_steps_were():
-    fit = learned(4_096, noise=0.2)
+    fit = learned(2_048, noise=0.2)
 
     assert fit.error_ratio == pytest.approx(0.1, rel=0.1)  # the mean of a uniform ± 20 %
-    assert fit.r_squared > 0.9
+    assert fit.r_squared > 0.8
 
 
 def test_no_coefficient_is_ever_negative_and_unseen_ones_are_zero():

@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
+from engine.cost import EXPERT
 from engine.engine import Engine
 from engine.models.config import MODULES, ModelConfig, UnsupportedConfig, from_hf, module_sizes
 from engine.models.decoder import Decoder
@@ -226,6 +228,32 @@ def test_each_real_token_is_counted_once_for_each_of_its_experts(config):
     counts = engine.stats._experts.counts()
     assert [sum(layer) for layer in counts] == [config.moe.top_k * computed] * len(config.moe.layers)
     assert all(len(layer) == 8 for layer in counts)
+
+
+def test_a_sequence_pays_alone_for_the_experts_that_it_alone_wakes_and_a_part_of_those_it_shares(config):
+    """What each is sent to alone is what it is sent to beside others, to the bit."""
+    items = [submit(f"r{number}", prompt_of(1 + number, number)) for number in range(3)]
+
+    def experts_of(several: list[Submit]) -> tuple[list[set[int]], dict[str, int]]:
+        engine = make_engine(config)
+        engine._attribution.fit.coefficients = np.array([0.0] * EXPERT + [1e3])  # nothing else costs
+        for item in several:
+            engine.add(item)
+        result = engine.step()
+        woken = [{at for at, tokens in enumerate(layer) if tokens} for layer in engine.stats._experts.counts()]
+        assert result.stats.num_sequences == len(several)
+        return woken, {name: request.gpu_ns for name, request in engine._requests.items()}
+
+    alone = [{(layer, at) for layer, used in enumerate(experts_of([item])[0]) for at in used} for item in items]
+    woken, paid_ns = experts_of(items)
+
+    expected = [sum(1 / sum(expert in other for other in alone) for expert in own) for own in alone]
+    assert sum(map(len, woken)) == len(set.union(*alone)) == pytest.approx(sum(expected))
+    assert len({round(part, 6) for part in expected}) > 1  # they are not all alike
+    run_ns = sum(paid_ns.values())
+    assert [paid_ns[item.request_id] / run_ns for item in items] == pytest.approx(
+        [part / sum(expected) for part in expected], abs=1e-6
+    )
 
 
 def test_the_load_of_experts_is_told_in_the_metrics(config):

@@ -230,7 +230,7 @@ def test_every_nanosecond_of_every_step_is_paid_by_a_request_or_by_a_named_accou
 @pytest.mark.parametrize("overlaps", [False, True], ids=["at once", "overlapping"])
 def test_the_walk_meets_what_it_is_there_for(overlaps: bool):
     """A walk without preemptions, prefix hits or replaced slots would prove nothing about them."""
-    met = {"preempted": 0, "exhausted": 0, "reused": 0, "loads": 0, "mixed": 0}
+    met = {"preempted": 0, "exhausted": 0, "reused": 0, "loads": 0, "mixed": 0, "next": 0}
     for seed in range(4):
         walk = Walk(seed, overlaps)
         for _ in range(NUM_OPERATIONS // 2):
@@ -240,6 +240,7 @@ def test_the_walk_meets_what_it_is_there_for(overlaps: bool):
         met["exhausted"] += sum(len(plan.exhausted) for plan in walk.runner.plans)
         met["reused"] += walk.engine.scheduler.pool.num_reused
         met["loads"] += walk.runner.num_loads
+        met["next"] += sum(plan.is_next for plan in walk.runner.plans)
         met["mixed"] += sum(len({chunk.num_tokens for chunk in plan.chunks}) > 1 for plan in walk.runner.plans)
 
     assert all(count > 2 for count in met.values()), met

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +28,8 @@ from tenants import keys
 from tenants.pricing import default_prices
 from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
+from tests import plain
+from tests.engine_process import EngineProcess
 from tests.stores import ValkeyServer, valkey_server
 from tests.tiny import tiny_config, write_hf_dir
 
@@ -45,41 +45,6 @@ def eventually(check: Callable[[], Any], timeout_s: float = 20.0) -> Any:
             return result
         time.sleep(0.02)
     raise AssertionError("it never came true")
-
-
-@dataclass
-class EngineProcess:
-    """``python -m engine`` on a socket; may be killed and started again on the same journal."""
-
-    socket_path: Path
-    model_dir: Path
-    folder: Path
-    options: tuple[str, ...] = ()
-    process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "engine", "--socket", str(self.socket_path),
-                "--model", f"tiny={self.model_dir}", "--dir", str(self.folder), "--device", "cpu",
-                "--dtype", "float32", "--threads", "1", "--block-size", "4", *self.options,
-            ],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        assert "engine ready" in self.process.stdout.readline()
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def stop(self) -> None:
-        """However it stands."""
-        if self.process is not None and self.process.stdout is not None and not self.process.stdout.closed:
-            self.kill()
 
 
 @dataclass
@@ -100,7 +65,7 @@ class House:
 
     def http(self, key: str = "", **options) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url + "/v1", headers=headers, timeout=60, **options)
+        return plain.client(base_url=self.url + "/v1", headers=headers, timeout=60, **options)
 
     def on_loop(self, coroutine) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)

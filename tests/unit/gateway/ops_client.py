@@ -6,13 +6,14 @@ from typing import Any
 
 import httpx
 
+from tests import plain
 from tests.ops_server import OpsServer
 
 
 def client_of(server: OpsServer, key: str = "") -> httpx.Client:
     """With that key, or with the home's own."""
     key = key or server.credentials.operator_key
-    return httpx.Client(base_url=f"{server.url}/admin/v1", headers={"authorization": f"Bearer {key}"})
+    return plain.client(base_url=f"{server.url}/admin/v1", headers={"authorization": f"Bearer {key}"})
 
 
 def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:

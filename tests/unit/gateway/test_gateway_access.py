@@ -20,6 +20,7 @@ from tenants.limits import KEY_SCOPES
 from tenants.repositories import KeyRepository, TenantRepository
 from tenants.secrets import Secrets
 from tenants.tables import LedgerEntry, RequestRecord
+from tests import plain
 from tests.tiny import tiny_adapter, write_peft_dir
 
 ABSENT = "a" * 12
@@ -138,7 +139,7 @@ def test_what_names_nothing_shows_the_callers_own_only(house: House, neighbours)
 
 def test_every_route_but_health_and_the_document_wants_a_key(house: House):
     for method, path in routes(house):
-        answer = httpx.request(method, house.url + path.replace("{", "").replace("}", ""))
+        answer = plain.request(method, house.url + path.replace("{", "").replace("}", ""))
         assert answer.status_code == (200 if path in ("/health", "/v1/openapi.json") else 401), (method, path)
 
 
@@ -170,7 +171,7 @@ def test_a_key_without_the_routes_scope_is_403_at_every_route_and_passes_with_it
         scope: KeyScope | None = handler.opt["access"].scope
         for held, text in made.items():
             headers = {"authorization": f"Bearer {text}"}
-            answer = httpx.request(method, house.url + path.replace("{", "").replace("}", ""), headers=headers)
+            answer = plain.request(method, house.url + path.replace("{", "").replace("}", ""), headers=headers)
             refused = answer.status_code == 403
             assert refused == (scope is not None and scope != held), (method, path, held)
             if refused:
@@ -319,7 +320,7 @@ def test_after_many_wrong_keys_an_address_is_told_to_wait_and_good_keys_pass(hou
         refused = next(answer for answer in answers if answer.status_code == 429)  # later ones may be let through again
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert int(refused.headers["retry-after"]) >= 1
-        assert httpx.get(house.url + "/v1/models").status_code == 401  # no key at all is no guess
+        assert plain.get(house.url + "/v1/models").status_code == 401  # no key at all is no guess
         with house.http(key) as http:
             assert http.get("/models").status_code == 200
     finally:

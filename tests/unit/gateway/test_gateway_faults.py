@@ -15,6 +15,7 @@ from gateway_harness import House, eventually, rows, running_house
 
 from engine import wire
 from tenants.tables import LedgerEntry, RequestRecord
+from tests import plain
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 110, "temperature": 0, "ignore_eos": True}
 
@@ -102,8 +103,9 @@ def test_an_engine_killed_before_the_first_token_costs_one_retry_and_makes_one_b
     assert len({row.meter for row in rows(fragile, key, LedgerEntry)}) == len(rows(fragile, key, LedgerEntry)) == 3
 
 
-def test_without_any_engine_a_request_waits_a_while_and_is_then_503(fragile: House):
+def test_without_any_engine_a_request_waits_a_while_and_is_then_503(fragile: House, monkeypatch):
     key = fragile.new_tenant("nobody-there")
+    monkeypatch.setattr("gateway.dispatch.RECONNECT_S", 0.3)
     fragile.engine.kill()
     eventually(lambda: not fragile.parts.catalog.models["tiny"].connected())
 
@@ -143,7 +145,7 @@ def test_an_engine_that_drains_refuses_and_the_caller_hears_when_to_come_back(fr
 
     text = stream_until(fragile, key, drain, BODY | {"n": 8})
     assert fragile.engine.process is not None
-    fragile.engine.process.wait(30)
+    fragile.engine.process.join(30)
     restart(fragile)
 
     assert text.endswith("data: [DONE]\n\n")
@@ -206,6 +208,7 @@ def test_what_runs_when_the_store_goes_is_extended_from_the_share_and_settled_wh
         text = next(pieces)
         with stopped(fragile.valkey.process.pid):
             text += "".join(pieces)
+            eventually(lambda: fragile.parts.pipeline.admission.limiter.is_away)
     store_is_back(fragile)
     with fragile.http(key) as http:
         after = http.post("/completions", json=ONE)
@@ -286,7 +289,7 @@ def test_what_the_drain_cuts_off_ends_with_an_error_event_and_is_not_billed(frag
         with fragile.http(key) as http:
             refused = http.post("/completions", json=BODY)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        assert httpx.get(f"{fragile.url}/health").status_code == 503
+        assert plain.get(f"{fragile.url}/health").status_code == 503
         fragile.loop.call_soon_threadsafe(pipeline.dispatch.interrupt_all)
 
     text = stream_until(fragile, key, drain, BODY | {"n": 8})

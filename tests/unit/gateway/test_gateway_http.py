@@ -11,6 +11,7 @@ import pytest
 from gateway_harness import House, eventually
 
 from gateway.text.tokenizer import ModelTokenizer
+from tests import plain
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
@@ -202,7 +203,7 @@ def test_every_kind_of_bad_key_is_the_same_401(house: House, key: str):
     wrong = key[:-7] + ("a" if key[-7] != "a" else "b") + key[-6:]
     headers = [{}, {"authorization": key}, {"authorization": "Bearer"}, {"authorization": f"Bearer {wrong}"}]
     headers += [{"authorization": "Bearer " + "x" * 10_000}, {"authorization": "Bearer tn_ops_" + key[8:]}]
-    answers = [httpx.post(f"{house.url}/v1/completions", json={}, headers=each) for each in headers]
+    answers = [plain.post(f"{house.url}/v1/completions", json={}, headers=each) for each in headers]
 
     assert {answer.status_code for answer in answers} == {401}
     assert len({answer.content for answer in answers}) == 1

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-import httpx
 import psutil
 import pytest
 from gateway_harness import ROOT, House, eventually
 
 from gateway.serve import scrape
 from gateway.settings import Settings
+from tests import plain
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 100, "n": 8, "ignore_eos": True, "stream": True}
 
@@ -49,7 +49,7 @@ def test_it_serves_counts_and_stays_small(house: House, key: str, settings: Sett
     with gateway_process(settings, 7) as (process, url):
         headers = {"authorization": f"Bearer {key}"}
         body = BODY | {"stream": False, "max_tokens": 2}
-        answers = [httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60) for _ in range(3)]
+        answers = [plain.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60) for _ in range(3)]
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(settings.scrape_path(7)))
             snapshot = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -65,12 +65,12 @@ def test_sigterm_lets_a_running_stream_finish_and_ends_with_0(key: str, settings
     with gateway_process(settings, 8) as (process, url):
         headers = {"authorization": f"Bearer {key}"}
         text, late = "", []
-        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, headers=headers, timeout=60) as answer:
+        with plain.stream("POST", f"{url}/v1/completions", json=BODY, headers=headers, timeout=60) as answer:
             for piece in answer.iter_text():
                 if not text:
                     process.send_signal(signal.SIGTERM)
-                    eventually(lambda: httpx.get(f"{url}/health").status_code == 503)
-                    late.append(httpx.post(f"{url}/v1/completions", json=BODY, headers=headers))
+                    eventually(lambda: plain.get(f"{url}/health").status_code == 503)
+                    late.append(plain.post(f"{url}/v1/completions", json=BODY, headers=headers))
                 text += piece
         status = process.wait(20)
 

@@ -10,6 +10,7 @@ import pytest
 from tenants import keys
 from tenants.repositories import OperatorRepository
 from tenants.tables import LedgerEntry
+from tests import plain
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 
@@ -26,7 +27,7 @@ def ops(server: OpsServer) -> Iterator[httpx.Client]:
 
 
 def client_of(server: OpsServer, key: str) -> httpx.Client:
-    return httpx.Client(base_url=f"{server.url}/admin/v1", headers={"authorization": f"Bearer {key}"})
+    return plain.client(base_url=f"{server.url}/admin/v1", headers={"authorization": f"Bearer {key}"})
 
 
 def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
@@ -64,7 +65,7 @@ def make_operator(server: OpsServer, *scopes: str) -> str:
 
 @pytest.mark.parametrize("key", ["", "Bearer", "Bearer nonsense", "Bearer tn_ops_" + "0" * 36, "Basic x"])
 def test_without_an_operator_key_nothing_is_told(server: OpsServer, key: str) -> None:
-    answer = httpx.get(f"{server.url}/admin/v1/tenants", headers={"authorization": key})
+    answer = plain.get(f"{server.url}/admin/v1/tenants", headers={"authorization": key})
     assert error_of(answer) == (401, "invalid_api_key", None)
 
 
@@ -275,8 +276,8 @@ def test_the_default_prices_are_not_zero(ops: httpx.Client) -> None:
 
 
 def test_without_engines_it_is_healthy_and_not_ready(server: OpsServer, ops: httpx.Client) -> None:
-    assert httpx.get(f"{server.url}/healthz").status_code == 200
-    ready = httpx.get(f"{server.url}/readyz")
+    assert plain.get(f"{server.url}/healthz").status_code == 200
+    ready = plain.get(f"{server.url}/readyz")
     assert (ready.status_code, ready.json()["ready"]) == (503, False)
     assert "no engine" in ready.json()["reasons"]
     assert ops.get("/engines").json() == {"object": "list", "data": []}

@@ -119,6 +119,44 @@ def test_the_command_line_shows_the_same_report(server: OpsServer):
     assert json.loads(exact.output)["data"][0]["base_model"] == "m"
 
 
+def test_old_seconds_of_replicas_become_hours_by_a_command_and_the_report_is_the_same(
+    server: OpsServer, ops: httpx.Client
+):
+    hour_s = (NOW_S - 120 * 86_400) // 3_600 * 3_600
+    asyncio.run(book_seconds(server.settings.database_url, hour_s, 3))
+    asked = {"start_time": hour_s, "end_time": hour_s + 3_600}
+    before = ops.get("/reports/cost", params=asked).json()
+
+    done = [
+        json.loads(
+            CliRunner().invoke(main, ["rollup", "--json", "--home", str(server.home)], catch_exceptions=False).output
+        )
+        for _ in range(2)
+    ]
+
+    assert done == [{"rolled_up": 3}, {"rolled_up": 0}]
+    assert ops.get("/reports/cost", params=asked).json() == before
+    assert before["total"]["ns"] == 3 * NS
+
+
+async def book_seconds(url: str, start_s: int, num: int) -> None:
+    """Of a replica without work."""
+    database = Database(url)
+    await database.start()
+    accounts = {"attributed_ns": 0, "load_ns": 0, "recompute_ns": 0, "lost_ns": 0, "idle_ns": NS, "overhead_ns": 0}
+    fit = {"error_ppm": 0, "r2_ppm": 0}
+    try:
+        async with database.transaction() as session:
+            times = [(start_s + number) * NS for number in range(num)]
+            spans = [
+                ReplicaSpan("old-0", 1, number, "m", until_unix_ns=at, wall_ns=NS, **accounts, **fit)
+                for number, at in enumerate(times)
+            ]
+            await replica_times.post(session, spans)
+    finally:
+        await database.close()
+
+
 # ── what all tenants used and were charged ───────────────────────────────────────────────────────
 
 
@@ -191,13 +229,13 @@ def test_the_command_line_shows_everybodys_usage_and_charges_with_an_operators_k
 
 def test_sums_that_somebody_changed_are_found_and_made_anew(server: OpsServer, ops: httpx.Client):
     where = ["--home", str(server.home), "--ops-url", server.url]
-    sound = CliRunner().invoke(main, ["rollups", "check", *where])
+    sound = CliRunner().invoke(main, ["sums", "check", *where])
     asyncio.run(spoil(server.settings.database_url))
-    spoilt = CliRunner().invoke(main, ["rollups", "check", *where])
-    rebuilt = CliRunner().invoke(main, ["rollups", "rebuild", "--json", *where])
+    spoilt = CliRunner().invoke(main, ["sums", "check", *where])
+    rebuilt = CliRunner().invoke(main, ["sums", "rebuild", "--json", *where])
 
     assert (sound.exit_code, spoilt.exit_code, rebuilt.exit_code) == (0, 1, 0)
-    assert "`tenora rollups rebuild`" in spoilt.output
+    assert "`tenora sums rebuild`" in spoilt.output
     assert json.loads(rebuilt.output)["num_differences"] == 0
     event = ops.get("/audit").json()["data"][-1]
     assert (event["action"], event["before"]["num_differences"] > 0) == ("rollups.rebuild", True)

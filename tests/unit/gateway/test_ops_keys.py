@@ -13,6 +13,7 @@ from ops_client import client_of, error_of, within
 from gateway.failures import MAX_FAILURES
 from tenants.limits import KEY_SCOPES
 from tenants.tables import LedgerEntry
+from tests import plain
 from tests.ops_server import OpsServer, ops_server, ops_server_in_thread, settings_of
 from tests.stores import valkey_server
 
@@ -297,7 +298,7 @@ def test_a_deleted_tenant_is_gone_but_for_the_books(server: OpsServer, ops: http
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/admin/v1/keys/x/limits", "/healthz", "/nowhere"])
 def test_methods_that_nobody_asked_for_are_refused_with_and_without_a_key(server: OpsServer, method: str, path: str):
     for key in ("", server.credentials.operator_key):
-        answer = httpx.request(method, server.url + path, headers={"authorization": f"Bearer {key}"} if key else {})
+        answer = plain.request(method, server.url + path, headers={"authorization": f"Bearer {key}"} if key else {})
         known = path != "/nowhere"
         assert error_of(answer) == ((405, "method_not_allowed", None) if known else (404, "not_found", None))
 
