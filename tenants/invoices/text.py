@@ -6,7 +6,7 @@ from zoneinfo import ZoneInfo
 
 from tenants.csv_text import csv_text
 from tenants.invoices.invoices import Issued
-from tenants.invoices.lines import number_text
+from tenants.invoices.lines import PICOUSD_PER_CENT, number_text
 from tenants.page import Column, facts, page, table
 from tenants.pricing import ADAPTER_METERS, MEGABYTE, unit_of
 from tenants.tables import Invoice, InvoiceLine
@@ -14,6 +14,7 @@ from tenants.tables import Invoice, InvoiceLine
 _NS = 10**9
 _GB_HOUR_BYTE_SECONDS = 10**9 * 3600
 _EXACT = Context(prec=60)  # more digits than any total has
+PAID_FROM_CREDIT = "Paid from prepaid credit"
 _METER_NAMES = {
     "input_uncached_tokens": "input tokens",
     "input_cached_tokens": "cached input tokens",
@@ -41,8 +42,10 @@ def exact_usd(picousd: int) -> Decimal:
 
 
 def invoice_csv(issued: Issued) -> str:
-    """A row a line; amounts are exact, and as shown."""
-    return csv_text(_CSV_COLUMNS, (_csv_row(issued.invoice, line) for line in issued.lines))
+    """A row a line, and one of what prepaid credit has paid, if anything: amounts are exact, and as shown, and sum to
+    what is due."""
+    rows = [_csv_row(issued.invoice, line) for line in issued.lines]
+    return csv_text(_CSV_COLUMNS, [*rows, *_csv_payment(issued.invoice)])
 
 
 def invoice_page(issued: Issued) -> str:
@@ -59,6 +62,7 @@ def invoice_page(issued: Issued) -> str:
             ),
             ("Issued", _day(invoice.issued_unix_ns, zone)),
             ("Total", _money(invoice.total_cents, invoice.currency)),
+            *_paid(invoice),
         )
     )
     columns = (
@@ -69,6 +73,16 @@ def invoice_page(issued: Issued) -> str:
     total = (None, "Total", None, None, _grouped(invoice.total_cents))
     number = number_text(invoice)
     return page(f"Invoice {number}", about, table(columns, rows, total, f"Charges of {number}"), _footer(issued))
+
+
+def _paid(invoice: Invoice) -> list[tuple[str, str]]:
+    if not invoice.paid_cents:
+        return []
+    due = invoice.total_cents - invoice.paid_cents
+    return [
+        (PAID_FROM_CREDIT, _money(invoice.paid_cents, invoice.currency)),
+        ("Due" if due >= 0 else "Owed to you", _money(abs(due), invoice.currency)),
+    ]
 
 
 def _row(line: InvoiceLine, zone: ZoneInfo) -> tuple[object, ...]:
@@ -123,6 +137,18 @@ def _csv_row(invoice: Invoice, line: InvoiceLine) -> tuple[object, ...]:
         *(line.quantity, line.unit_price_picousd, unit_of(line.meter)),
         *(line.amount_picousd, Decimal(line.amount_cents).scaleb(-2), invoice.currency),
     )
+
+
+def _csv_payment(invoice: Invoice) -> list[tuple[object, ...]]:
+    if not invoice.paid_cents:
+        return []
+    about = {"kind": "payment", "description": PAID_FROM_CREDIT.lower(), "currency": invoice.currency}
+    period = {"period_start": utc_text(invoice.start_unix_ns), "period_end": utc_text(invoice.end_unix_ns)}
+    paid = {
+        "amount_picousd": -invoice.paid_cents * PICOUSD_PER_CENT,
+        "amount": Decimal(-invoice.paid_cents).scaleb(-2),
+    }
+    return [tuple((about | period | paid).get(name) for name in _CSV_COLUMNS)]
 
 
 def utc_text(unix_ns: int) -> str:
