@@ -48,14 +48,16 @@ class Attribution:
         recompute_ns = lost_ns = 0
         for chunk, share_ns in zip(plan.chunks, shares, strict=True):
             request = chunk.sequence.request
-            again_ns = share_ns * chunk.num_recomputed // chunk.num_tokens if chunk.num_recomputed else 0
-            if again_ns:
+            own_ns = share_ns
+            if chunk.num_recomputed:
+                again_ns = share_ns * chunk.num_recomputed // chunk.num_tokens
                 request.recompute_ns += again_ns
                 recompute_ns += again_ns
+                own_ns -= again_ns
             if request.num_unfinished:
-                request.gpu_ns += share_ns - again_ns
+                request.gpu_ns += own_ns
             else:
-                lost_ns += share_ns - again_ns
+                lost_ns += own_ns
         if step_ns:
             self.fit.observe(cost.features(parts), step_ns)
         return StepBill(recompute_ns, lost_ns)

@@ -17,11 +17,11 @@ NUM_EXPERTS = 8
 
 
 def random_parts(draw: random.Random, numbers: np.random.Generator) -> cost.Floats:
-    """Every second step has experts: two of a layer for each token, of as many as its router likes."""
+    """Every fourth step has experts: two of a layer for each token, of as many as its router likes."""
     count = draw.randint(1, 64)
     tokens = numbers.integers(1, 1 << draw.randint(1, 8), count)
     parts = cost.parts(StepShape(numbers.integers(0, 8_000, count), tokens, numbers.integers(-1, 3, count)), SLOT_MIB)
-    if draw.random() < 0.5:
+    if draw.random() < 0.25:
         seen = np.minimum(tokens, 8)  # the first tokens of each chunk: enough for all kinds of sets
         owners = torch.from_numpy(np.repeat(np.arange(count), seen))
         first = numbers.integers(0, draw.randint(1, NUM_EXPERTS), len(owners))

@@ -69,6 +69,11 @@ def _create_fp_to_fp(self, source, target, rounding):
     return _float_cast(self, source, target, rounding)
 
 
+def _create_load(self, pointers, *options):
+    everywhere = _Handle(np.ones(pointers.data.shape, dtype=bool), tl.int1)
+    return _masked_load(self, pointers, everywhere, None, *options)
+
+
 def _create_masked_load(self, pointers, mask, other, *options):
     if other is None:
         kind = pointers.get_element_ty()
@@ -102,5 +107,5 @@ def install() -> None:
     np.seterr(all="ignore")  # lanes that nothing stores overflow as they like
     _Builder.binary_op, _Builder.unary_op, _Builder.create_dot = _binary_op, _unary_op, _create_dot
     _Builder.cast_impl, _Builder.create_fp_to_fp = _cast_impl, _create_fp_to_fp
-    _Builder.create_masked_load = _create_masked_load
+    _Builder.create_load, _Builder.create_masked_load = _create_load, _create_masked_load
     check()
