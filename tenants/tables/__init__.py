@@ -12,7 +12,7 @@ from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaHour, ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
-from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+from tenants.tables.slo import ObjectiveHour, RefusalMinute, ServiceSum, SloIncident, SloObjective, SloWatch
 from tenants.tables.spending import SpendTotal
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
@@ -37,8 +37,8 @@ __all__ = [
     "InvoiceLine",
     "InvoicePayment",
     "JsonList",
-    "LatencyMinute",
     "LedgerEntry",
+    "ObjectiveHour",
     "OperatorKey",
     "Picousd",
     "Posting",
@@ -49,8 +49,8 @@ __all__ = [
     "ReplicaHour",
     "ReplicaTime",
     "RequestRecord",
+    "ServiceSum",
     "SloIncident",
-    "SloMinute",
     "SloObjective",
     "SloWatch",
     "SpendTotal",

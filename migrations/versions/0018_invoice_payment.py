@@ -1,7 +1,7 @@
 """what of an invoice was paid from prepaid credit
 
 Revision ID: invoice_payment
-Revises: replica_hours
+Revises: service_sums
 """
 
 import sqlalchemy as sa
@@ -11,7 +11,7 @@ import tenants.tables
 from migrations.append_only import make_append_only, make_changeable
 
 revision = "invoice_payment"
-down_revision = "replica_hours"
+down_revision = "service_sums"
 branch_labels = None
 depends_on = None
 
