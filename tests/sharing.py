@@ -13,12 +13,12 @@ from xdist.scheduler import LoadFileScheduling
 TESTS = Path(__file__).parent
 # Installations, the dearest first, and the folder whose tests use them
 SHARED = {"smollm": "", "tiny": "e2e", "observed": "e2e", "house": "unit/gateway"}
-ORDER = ("e2e", "faults", "kernels/interpreted", "unit/gateway", "unit/engine", "kernels", "unit/tenants", "")
+ORDER = ("e2e", "faults", "kernels/interpreted", "unit/gateway", "unit/engine", "kernels", "unit/tenants")
 
 
 def place(path: Path) -> int:
     """Of a test's file in the order of a run."""
-    return next(number for number, folder in enumerate(ORDER) if path.is_relative_to(TESTS / folder))
+    return next((number for number, folder in enumerate(ORDER) if path.is_relative_to(TESTS / folder)), len(ORDER))
 
 
 @cache

@@ -12,7 +12,7 @@ from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaHour, ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
-from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+from tenants.tables.slo import ObjectiveHour, RefusalMinute, ServiceSum, SloIncident, SloObjective, SloWatch
 from tenants.tables.spending import SpendTotal
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
@@ -36,8 +36,8 @@ __all__ = [
     "Invoice",
     "InvoiceLine",
     "JsonList",
-    "LatencyMinute",
     "LedgerEntry",
+    "ObjectiveHour",
     "OperatorKey",
     "Picousd",
     "Posting",
@@ -48,8 +48,8 @@ __all__ = [
     "ReplicaHour",
     "ReplicaTime",
     "RequestRecord",
+    "ServiceSum",
     "SloIncident",
-    "SloMinute",
     "SloObjective",
     "SloWatch",
     "SpendTotal",

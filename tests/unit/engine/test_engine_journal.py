@@ -342,7 +342,7 @@ def test_random_life_of_a_journal_matches_a_plain_list(tmp_path):
         model: list[bytes] = []
         saved_ack = 0
         journal = Journal(folder, segment_bytes=4000)
-        for _ in range(150):
+        for number in range(150):
             action = rng.random()
             if action < 0.5:
                 group = [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(1, 5))]
@@ -363,5 +363,6 @@ def test_random_life_of_a_journal_matches_a_plain_list(tmp_path):
             entries = journal.entries(journal.acked, 10_000)
             assert [record.payload for record in entries] == model[journal.acked :]
             assert journal.last == len(model)
-            assert [entry.payload for entry in JournalReader(folder).entries()] == model
+            if action >= 0.9 or number % 10 == 9:
+                assert [entry.payload for entry in JournalReader(folder).entries()] == model
         journal.close()

@@ -157,7 +157,8 @@ def test_byte_level_ids_are_those_of_the_models_own_rule(byte_level: tuple[Plain
 
 
 def test_the_rules_differ_on_the_corpus(metadata: dict[str, Any]):
-    ids = {rule: tuple(tuple(PlainBpe(metadata, rule).encode(text)) for text in CORPUS) for rule in EXPRESSIONS}
+    peers = {rule: PlainBpe(metadata, rule) for rule in EXPRESSIONS}
+    ids = {rule: tuple(tuple(peer.encode(text)) for text in CORPUS) for rule, peer in peers.items()}
 
     assert len(set(ids.values())) == len(ids)
 

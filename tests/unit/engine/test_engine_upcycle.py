@@ -44,7 +44,11 @@ def upcycled(path: Path, options: str = "") -> LoadedModel:
 
 def logits(model: LoadedModel, prompts: list[list[int]]) -> Tensor:
     """Of all rows of all prompts in one step."""
-    return torch.cat(Steps(Decoder(model.config, model.weights)).prefill([(prompt, -1) for prompt in prompts]))
+    return computed(Decoder(model.config, model.weights), prompts)
+
+
+def computed(decoder: Decoder, prompts: list[list[int]]) -> Tensor:
+    return torch.cat(Steps(decoder).prefill([(prompt, -1) for prompt in prompts]))
 
 
 def swapped(model: LoadedModel, first: int = 0, second: int = 1) -> LoadedModel:
@@ -55,10 +59,8 @@ def swapped(model: LoadedModel, first: int = 0, second: int = 1) -> LoadedModel:
     return replace(model, weights=changed)
 
 
-def shares(model: LoadedModel, prompts: list[list[int]]) -> list[float]:
-    """The part of all (token, expert) pairs that each expert gets."""
-    decoder = Decoder(model.config, model.weights)
-    Steps(decoder).prefill([(prompt, -1) for prompt in prompts])
+def shares(decoder: Decoder) -> list[float]:
+    """The part of all (token, expert) pairs so far that each expert got."""
     counts = torch.tensor(decoder.expert_tokens()).sum(0).double()
     return (counts / counts.sum()).tolist()
 
@@ -162,6 +164,17 @@ def test_recipes_that_make_no_sense_are_refused_by_name(tiny: Path, options: str
         upcycled(tiny, options)
 
 
+def test_a_skewed_recipe_has_hot_experts(tiny: Path):
+    model = upcycled(tiny, "every=1&skew=2")
+    decoder = Decoder(model.config, model.weights)
+
+    computed(decoder, PROMPTS)
+
+    hot = shares(decoder)
+    assert hot[0] > 0.25
+    assert hot[0] > 2 * max(hot[2:])
+
+
 def test_a_model_that_has_experts_already_is_refused(tiny: Path):
     model = upcycled(tiny, "every=1")
 
@@ -194,7 +207,8 @@ def test_exact_copies_of_the_default_model_equal_it():
 def test_the_recipe_is_fluent_and_uses_all_experts_and_notices_two_that_change_places():
     model = upcycled(DEFAULT_GGUF)
     prompts = questions(model)
-    steps = Steps(Decoder(model.config, model.weights), num_blocks=64)
+    decoder = Decoder(model.config, model.weights)
+    steps = Steps(decoder, num_blocks=64)
     tokens = list(prompts[0])
     while len(tokens) < len(prompts[0]) + 12 and tokens[-1] not in model.config.eos_token_ids:
         done = len(tokens) - 1 if len(tokens) > len(prompts[0]) else 0
@@ -203,17 +217,7 @@ def test_the_recipe_is_fluent_and_uses_all_experts_and_notices_two_that_change_p
 
     answer = Tokenizer.from_str(model.tokenizer.tokenizer_json).decode(tokens[len(prompts[0]) :])
     assert answer == "The capital of Japan is Tokyo."
-    even = shares(model, prompts)
+    given, even = computed(decoder, prompts), shares(decoder)
     assert min(even) > 0.03
     assert max(even) < 0.3
-    assert (logits(model, prompts) - logits(swapped(model), prompts)).abs().max() > 0.1
-
-
-@needs_default_gguf
-def test_a_skewed_recipe_has_hot_experts():
-    model = upcycled(DEFAULT_GGUF, "skew=0.4")
-
-    hot = shares(model, questions(model))
-
-    assert hot[0] > 0.4
-    assert hot[0] > 2 * max(hot[2:])
+    assert (given - logits(swapped(model), prompts)).abs().max() > 0.1

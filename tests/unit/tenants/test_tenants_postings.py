@@ -25,7 +25,7 @@ async def walk(database, place: Place, limit: int = 7) -> tuple[list[str], Place
 
 def test_pages_of_any_size_give_the_same_entries_in_the_same_order_each_once(with_database):
     rng = random.Random(1)
-    requests = [random_request(rng, number) for number in range(120)]
+    requests = [random_request(rng, number) for number in range(50)]
 
     async def body(database):
         while requests:
