@@ -12,11 +12,11 @@ from tenants.invoices.focus import focus_csv, focus_rows
 from tenants.invoices.focus_check import check
 from tenants.invoices.invoices import Issued
 from tenants.invoices.lines import credit_number_text, number_text
-from tenants.invoices.text import dollars, invoice_csv, invoice_page
+from tenants.invoices.text import credit_note_page, dollars, invoice_csv, invoice_page
 from tenants.pricing import unit_of
 from tenants.tables import CreditNote, CreditNoteLine, Invoice, InvoiceLine
 
-INVOICE_FORMATS = ("json", "csv", "html")
+INVOICE_FORMATS, NOTE_FORMATS = ("json", "csv", "html"), ("json", "html")
 _NS = 10**9
 Cents = Annotated[str, Meta(pattern=r"^-?[0-9]+\.[0-9]{2}$", description="Decimal text")]
 
@@ -127,6 +127,13 @@ def credit_note_body(note: CreditNote, lines: list[CreditNoteLine]) -> CreditNot
         total=dollars(note.total_cents),
         lines=[CreditNoteLineBody(invoice_line=line.invoice_line, amount=dollars(line.amount_cents)) for line in lines],
     )
+
+
+def credit_note_answer(note: CreditNote, lines: list[CreditNoteLine], issued: Issued, wanted: str) -> Response[Any]:
+    """In one of NOTE_FORMATS."""
+    if wanted == "html":
+        return page_answer(credit_note_page(note, lines, issued))
+    return Response(credit_note_body(note, lines))
 
 
 def _head(invoice: Invoice) -> dict:

@@ -1,15 +1,16 @@
-"""An invoice as CSV and as a page for people."""
+"""An invoice as CSV, and invoices and credit notes as pages for people."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Context, Decimal
 from zoneinfo import ZoneInfo
 
 from tenants.csv_text import csv_text
 from tenants.invoices.invoices import Issued
-from tenants.invoices.lines import PICOUSD_PER_CENT, number_text
+from tenants.invoices.lines import PICOUSD_PER_CENT, credit_number_text, number_text
 from tenants.page import Column, facts, page, table
 from tenants.pricing import ADAPTER_METERS, MEGABYTE, unit_of
-from tenants.tables import Invoice, InvoiceLine
+from tenants.tables import CreditNote, CreditNoteLine, Invoice, InvoiceLine
 
 _NS = 10**9
 _GB_HOUR_BYTE_SECONDS = 10**9 * 3600
@@ -73,6 +74,32 @@ def invoice_page(issued: Issued) -> str:
     total = (None, "Total", None, None, _grouped(invoice.total_cents))
     number = number_text(invoice)
     return page(f"Invoice {number}", about, table(columns, rows, total, f"Charges of {number}"), _footer(issued))
+
+
+def credit_note_page(note: CreditNote, lines: Sequence[CreditNoteLine], issued: Issued) -> str:
+    """``lines`` of a note to the invoice ``issued``, in whose words they are told."""
+    invoice, number = issued.invoice, credit_number_text(note)
+    zone, invoiced = ZoneInfo(invoice.time_zone), {line.number: line for line in issued.lines}
+    about = facts(
+        (
+            ("From", invoice.issuer),
+            ("To", f"{invoice.tenant_name} ({invoice.tenant_id})"),
+            ("Invoice", f"{number_text(invoice)} of {_day(invoice.issued_unix_ns, zone)}"),
+            ("Reason", note.reason),
+            ("Issued", _day(note.issued_unix_ns, zone)),
+            ("Total", _money(note.total_cents, note.currency)),
+        )
+    )
+    columns = (
+        *(Column("Invoice line", number=True), Column("Description", heads=True)),
+        Column(f"Amount ({note.currency})", number=True),
+    )
+    rows = [
+        (line.invoice_line, _row(invoiced[line.invoice_line], zone)[1], _grouped(line.amount_cents)) for line in lines
+    ]
+    given = table(columns, rows, (None, "Total", _grouped(note.total_cents)), f"Given back by {number}")
+    end = f"Credit note {note.credit_note_id}. The next invoice takes its total off."
+    return page(f"Credit note {number}", about, given, f"<footer><p>{end}</p></footer>")
 
 
 def _paid(invoice: Invoice) -> list[tuple[str, str]]:
