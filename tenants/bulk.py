@@ -4,7 +4,7 @@ SQLAlchemy's own bulk insert builds a statement of rows × columns parameters; t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,6 +62,31 @@ async def add_up(
     statement = _statement(table, (*key, *sums), dialect, f"({', '.join(key)}) DO UPDATE SET {added}")
     arrays = tuple(list(column) for column in zip(*rows, strict=True))
     await connection.exec_driver_sql(statement, arrays if dialect == "postgresql" else list(rows))
+
+
+async def taken(
+    session: AsyncSession, table: Any, key: tuple[str, ...], keys: Sequence[tuple], nothing: Mapping[str, Any]
+) -> dict[tuple, Any]:
+    """What the rows with these ``keys`` (each once, in key order) hold in the first column of ``nothing``; they are
+    nobody else's until the commit. A row that was not there may be missing, or hold ``nothing`` in its columns."""
+    if not keys:
+        return {}
+    connection = await session.connection()
+    names, name, column = ", ".join(f"t.{each}" for each in key), table.__tablename__, next(iter(nothing))
+    if connection.dialect.name == "postgresql":
+        # first all rows are there, then all are locked: two writers never wait for each other in a circle
+        await insert_new(session, table, (*key, *nothing), [(*each, *nothing.values()) for each in keys])
+        arrays = ", ".join(f"${number}::{_array(table, each)}" for number, each in enumerate(key, 1))
+        query = (
+            f"SELECT {names}, t.{column} FROM unnest({arrays}) AS k({', '.join(key)}) "  # noqa: S608 (our own names)
+            f"JOIN {name} AS t USING ({', '.join(key)}) ORDER BY {names} FOR UPDATE OF t"
+        )
+        found = await connection.exec_driver_sql(query, tuple(list(part) for part in zip(*keys, strict=True)))
+    else:  # a writer is alone on SQLite from BEGIN IMMEDIATE on
+        same = " AND ".join(f"t.{each} = json_extract(k.value, '$[{number}]')" for number, each in enumerate(key))
+        query = f"SELECT {names}, t.{column} FROM json_each(?) AS k CROSS JOIN {name} AS t ON {same}"  # noqa: S608
+        found = await connection.exec_driver_sql(query, (json.dumps(keys),))
+    return {tuple(row[:-1]): row[-1] for row in found}
 
 
 async def put(

@@ -4,13 +4,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
-from sqlalchemy import tuple_
+from sqlalchemy import and_, tuple_
 from sqlmodel import col, select
 
 from gateway.views.ledger import entry_body
 from gateway.views.rows import Body, key_body, tenant_body
 from gateway.webhooks.resources import webhook_facts
 from tenants.database import Database
+from tenants.slo.minutes import decode_minutes
+from tenants.slo.objectives import MINUTE_S
+from tenants.slo.service import decode_sums
 from tenants.tables import (
     AdapterAlias,
     AdapterVersion,
@@ -19,11 +22,13 @@ from tenants.tables import (
     Event,
     Invoice,
     InvoiceLine,
+    InvoicePayment,
     LedgerEntry,
+    ObjectiveHour,
     RefusalMinute,
     RequestRecord,
+    ServiceSum,
     SloIncident,
-    SloMinute,
     SloObjective,
     Tenant,
     WebhookEndpoint,
@@ -37,6 +42,25 @@ def _columns(kind: str) -> Callable[[Any], Body]:
 
 
 _MINUTE = ("minute_s", "model", "flow_class")
+
+
+def _hour_body(row: ObjectiveHour) -> Body:
+    facts = {"tenant_id": row.tenant_id, "version_id": row.version_id, "hour_s": row.hour_s}
+    minutes = [
+        {"minute_s": row.hour_s + minute * MINUTE_S, "valid": valid, "good": good}
+        for minute, (valid, good) in decode_minutes(row.minutes).items()
+    ]
+    return {"object": "objective_hour", **facts, "valid": row.valid, "good": row.good, "minutes": minutes}
+
+
+def _service_body(row: ServiceSum) -> Body:
+    sums = decode_sums(row.sums)
+    facts = {"tenant_id": row.tenant_id, "minute_s": row.start_s, "model": row.model, "flow_class": row.flow_class}
+    counts = {"valid": sums.valid, "good": sums.good, "excluded": sums.excluded}
+    histograms = {measure: msgspec.structs.asdict(each) for measure, each in sums.histograms.items()}
+    return {"object": "service_minute", **facts, **counts, "histograms": histograms}
+
+
 _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # table, its key, how a row is shown
     (ApiKey, ("key_id",), key_body),
     (AdapterVersion, ("adapter_version_id",), _columns("adapter_version")),
@@ -47,10 +71,12 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
     (LedgerEntry, ("entry_id",), entry_body),
     (Invoice, ("invoice_id",), _columns("invoice")),
     (InvoiceLine, ("invoice_id", "number"), _columns("invoice_line")),
+    (InvoicePayment, ("invoice_id", "month_of"), _columns("invoice_payment")),
     (CreditNote, ("credit_note_id",), _columns("credit_note")),
     (SloObjective, ("version_id",), _columns("slo_objective")),
     (SloIncident, ("incident_id",), _columns("slo_incident")),
-    (SloMinute, (*_MINUTE, "sli", "version_id"), _columns("slo_minute")),
+    (ObjectiveHour, ("hour_s", "version_id"), _hour_body),
+    (ServiceSum, ("width_s", "start_s", "model", "flow_class"), _service_body),
     (RefusalMinute, (*_MINUTE, "base_model", "status", "reason", "process_id"), _columns("refusal_minute")),
 )
 
@@ -82,7 +108,9 @@ async def _rows(database: Database, table: Any, key: tuple[str, ...], tenant_id:
 
 
 def _is_of(table: Any, tenant_id: str) -> Any:
-    if table is not InvoiceLine:
+    if table is ServiceSum:  # the wider ones are sums of these
+        return and_(col(ServiceSum.tenant_id) == tenant_id, col(ServiceSum.width_s) == MINUTE_S)
+    if table not in (InvoiceLine, InvoicePayment):
         return col(table.tenant_id) == tenant_id
     return col(table.invoice_id).in_(select(Invoice.invoice_id).where(Invoice.tenant_id == tenant_id))
 

@@ -1,5 +1,6 @@
 """SLO reports as both ports give them: what is asked in a query string, and the answer as JSON, CSV or a page."""
 
+import asyncio
 import re
 import time
 from collections.abc import Mapping
@@ -13,10 +14,11 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from gateway.views.documents import csv_answer, page_answer
 from tenants.errors import InvalidValue
 from tenants.periods import midnight_ns
+from tenants.slo.calendar import GROUPS, SloQuery
 from tenants.slo.objectives import MINUTE_S
 from tenants.slo.page import TABLES, csv, html
 from tenants.slo.report import Report
-from tenants.slo.reporting import GROUPS, SloQuery, slo_report
+from tenants.slo.reporting import slo_report
 from tenants.tables import Tenant
 
 FORMATS = ("json", "csv", "html")
@@ -27,7 +29,8 @@ _NUMBER, _DATE = re.compile(r"[0-9]{1,10}"), re.compile(r"[0-9]{4}-[0-9]{2}-[0-9
 async def answer(session: AsyncSession, tenant: Tenant, asked: Mapping[str, str]) -> Response:
     """Raises InvalidValue, which names the parameter."""
     form, which = _one_of("format", asked, FORMATS), _one_of("table", asked, TABLES)
-    return _as(form, await slo_report(session, tenant, query_of(asked, tenant.time_zone)), which)
+    report = await slo_report(session, tenant, query_of(asked, tenant.time_zone))
+    return await asyncio.to_thread(_as, form, report, which)
 
 
 def query_of(asked: Mapping[str, str], time_zone: str, now: float | None = None) -> SloQuery:

@@ -6,7 +6,7 @@ from math import sqrt
 
 from tenants.slo.burn import LOOK_BACK_S, WINDOWS_S, Counts, Incident, Series, incidents, rate
 from tenants.slo.objectives import PPM, Objective, Objectives
-from tenants.slo.readings import Readings, add_refused_by_version
+from tenants.slo.readings import ByVersion, Readings, merged_by_version
 from tenants.slo.report import Attainment, Budget, IncidentRow, ObjectiveRow
 
 DAY_S, HOUR_S = 86_400, 3600
@@ -28,18 +28,16 @@ def versions_of(versions: list[Objective], start_s: int, end_s: int) -> list[Obj
     ]
 
 
-async def series_of(
+async def counted_of(
     readings: Readings, objectives: Objectives, promised: list[Objective], start_s: int, end_s: int
-) -> dict[str, Series]:
-    """By version: from so far back that every window of the interval is whole."""
+) -> ByVersion:
+    """From so far back that every window of the interval is whole."""
     if not promised:
         return {}
     longest_s = max(each.window_days for each in promised) * DAY_S
     since_s = max(0, min(start_s - LOOK_BACK_S, end_s - longest_s))
-    refused = await readings.refused(since_s, end_s, objectives)
-    found = await readings.by_version(since_s, end_s)
-    add_refused_by_version(found, refused)
-    return {each.version_id: Series(found.get((each.version_id, each.sli), {}).items()) for each in promised}
+    served = await readings.by_version([each.version_id for each in promised], since_s, end_s)
+    return merged_by_version(served, await readings.refused_by_version(since_s, end_s, objectives))
 
 
 def objective_row(objective: Objective, series: Series, start_s: int, end_s: int) -> ObjectiveRow:

@@ -1,9 +1,15 @@
-"""Burn rates: how fast an error budget goes, over a long and a short window at once (Google's SRE workbook, ch. 5)."""
+"""Burn rates: how fast an error budget goes, over a long and a short window at once (Google's SRE workbook, ch. 5).
+
+An alert fires while both windows burn. An incident begins when its alert fires, and is over once the short window has
+been calm for CALM_MINUTES: a rate that wavers about its limit is one incident, not one a minute.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import accumulate
+from operator import and_, gt
 
 from tenants.slo.objectives import MINUTE_S, PPM
 
@@ -27,6 +33,7 @@ ALERTS = (
 WINDOWS_S = tuple(sorted({window for alert in ALERTS for window in (alert.long_s, alert.short_s)}))
 LOOK_BACK_S = max(WINDOWS_S)
 LONGEST_SHORT_S = max(alert.short_s for alert in ALERTS)
+CALM_MINUTES = 5  # the shortest window: the first and the last look of a calm share no request, whichever the alert
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,8 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """An alert that fired in [from_s, to_s), whole minutes; ``to_s`` None: it still does. ``bad`` are the requests
-    that failed from the long window before it on."""
+    """In [from_s, to_s), whole minutes; ``to_s`` None: it is not over. ``bad`` are the requests that failed from the
+    long window before it on."""
 
     alert: str
     from_s: int
@@ -55,32 +62,57 @@ class Incident:
     bad: int
 
 
-class Series:
-    """Counts by minute (Unix seconds of its start), of one objective."""
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts by time in columns: starts in Unix seconds, any number of times and in any order, how many were valid and
+    good. Numbers alone, since a month's minutes as objects would keep Python's collector busy."""
 
-    def __init__(self, minutes: Iterable[tuple[int, Counts]]) -> None:
-        ordered = sorted(minutes, key=lambda minute: minute[0])
-        self._starts = [start for start, _ in ordered]
-        self._valid = [0, *accumulate(counts.valid for _, counts in ordered)]
-        self._good = [0, *accumulate(counts.good for _, counts in ordered)]
-        self._bad = [start for start, counts in ordered if counts.bad]
+    starts: list[int] = field(default_factory=list)
+    valid: list[int] = field(default_factory=list)
+    good: list[int] = field(default_factory=list)
+
+    def add(self, starts: Iterable[int], valid: Iterable[int], good: Iterable[int]) -> None:
+        self.starts.extend(starts)
+        self.valid.extend(valid)
+        self.good.extend(good)
+
+
+class Series:
+    """A tally in the order of time."""
+
+    def __init__(self, tally: Tally) -> None:
+        order = sorted(range(len(tally.starts)), key=tally.starts.__getitem__)
+        self._starts = [tally.starts[place] for place in order]
+        self._valid = [0, *accumulate(tally.valid[place] for place in order)]
+        self._good = [0, *accumulate(tally.good[place] for place in order)]
 
     def between(self, start_s: int, end_s: int) -> Counts:
-        """Of the minutes that begin in [start_s, end_s)."""
+        """Of what starts in [start_s, end_s)."""
         first, last = bisect_left(self._starts, start_s), bisect_left(self._starts, end_s)
         return Counts(self._valid[last] - self._valid[first], self._good[last] - self._good[first])
 
-    def had_bad(self, start_s: int, end_s: int) -> bool:
-        return bisect_left(self._bad, start_s) < bisect_left(self._bad, end_s)
+    def running(self, start_s: int, end_s: int) -> tuple[list[int], list[int]]:
+        """How many were valid and how many bad before each whole minute from start to end, both included."""
+        places = [bisect_left(self._starts, at_s) for at_s in range(start_s, end_s + MINUTE_S, MINUTE_S)]
+        valid = [self._valid[place] for place in places]
+        return valid, [self._valid[place] - self._good[place] for place in places]
 
 
 def firing(series: Series, alert: Alert, at_s: int, target_ppm: int) -> bool:
-    """Both windows that end at ``at_s``: bad / valid > factor × (1 − target), without a division."""
-    if not series.had_bad(at_s - alert.short_s, at_s):
-        return False
+    """Both windows that end at ``at_s`` burn."""
     windows = (series.between(at_s - window_s, at_s) for window_s in (alert.short_s, alert.long_s))
-    allowed = alert.factor_tenths * (PPM - target_ppm)
-    return all(counts.bad * 10 * PPM > allowed * counts.valid for counts in windows)
+    return all(_burns(counts, alert, target_ppm) for counts in windows)
+
+
+def is_calm(series: Series, alert: Alert, at_s: int, target_ppm: int) -> bool:
+    """The short window burnt at none of the last CALM_MINUTES looks, the one at ``at_s`` among them."""
+    looks = range(at_s, at_s - CALM_MINUTES * MINUTE_S, -MINUTE_S)
+    return not any(_burns(series.between(look - alert.short_s, look), alert, target_ppm) for look in looks)
+
+
+def _burns(counts: Counts, alert: Alert, target_ppm: int) -> bool:
+    """bad / valid > factor × (1 − target), without a division."""
+    return counts.bad * 10 * PPM > alert.factor_tenths * (PPM - target_ppm) * counts.valid
 
 
 def rate(counts: Counts, target_ppm: int) -> float | None:
@@ -91,19 +123,45 @@ def rate(counts: Counts, target_ppm: int) -> float | None:
 
 
 def incidents(series: Series, target_ppm: int, start_s: int, end_s: int) -> list[Incident]:
-    """What fires in [start_s, end_s), looked at each whole minute; in the order of its beginning."""
-    found = [each for alert in ALERTS for each in _of_alert(series, alert, target_ppm, start_s, end_s)]
+    """What begins in [start_s, end_s), looked at each whole minute of it; in the order of its beginning. What had begun
+    before begins with the interval, if it fires then."""
+    first_s, last_s = -(-start_s // MINUTE_S) * MINUTE_S, -(-end_s // MINUTE_S) * MINUTE_S
+    if first_s >= last_s:
+        return []
+    valid, bad = series.running(first_s - LOOK_BACK_S, last_s)
+    if bad[0] == bad[-1]:
+        return []
+    found: list[Incident] = []
+    for alert in ALERTS:
+        limit = Fraction(alert.factor_tenths * (PPM - target_ppm), 10 * PPM)  # in lowest terms: small numbers are fast
+        times, allowed = limit.denominator, limit.numerator
+        excess = [times * failed - allowed * counted for counted, failed in zip(valid, bad, strict=True)]
+        short = _burning(excess, alert.short_s)
+        if 1 not in short:
+            continue
+        long = _burning(excess, alert.long_s)
+        for begin, end in _spans(bytes(map(and_, short, long)), short):
+            from_s, to_s = first_s + begin * MINUTE_S, None if end is None else first_s + end * MINUTE_S
+            counts = series.between(from_s - alert.long_s, end_s if to_s is None else to_s)
+            found.append(Incident(alert.name, from_s, to_s, counts.bad))
     return sorted(found, key=lambda incident: (incident.from_s, incident.alert))
 
 
-def _of_alert(series: Series, alert: Alert, target_ppm: int, start_s: int, end_s: int) -> Iterator[Incident]:
-    since = None
-    for at_s in range(-(-start_s // MINUTE_S) * MINUTE_S, end_s, MINUTE_S):
-        fires = firing(series, alert, at_s, target_ppm)
-        if fires and since is None:
-            since = at_s
-        elif not fires and since is not None:
-            yield Incident(alert.name, since, at_s, series.between(since - alert.long_s, at_s).bad)
-            since = None
-    if since is not None:
-        yield Incident(alert.name, since, None, series.between(since - alert.long_s, end_s).bad)
+def _burning(excess: list[int], window_s: int) -> bytes:
+    """1 where the window before a look burns, else 0: where ``excess``, summed up from LOOK_BACK_S before the first
+    look on, rises from the window's begin to its end. A month of looks is too many for a call each."""
+    first, width = LOOK_BACK_S // MINUTE_S, window_s // MINUTE_S
+    return bytes(map(gt, excess[first:-1], excess[first - width :]))
+
+
+def _spans(fires: bytes, burns: bytes) -> Iterator[tuple[int, int | None]]:
+    """From a look that fires to the last of the calm ones that end it, which is where the next may begin."""
+    begin = fires.find(1)
+    while begin >= 0:
+        calm = burns.find(bytes(CALM_MINUTES), begin)
+        if calm < 0:
+            yield begin, None
+            return
+        end = calm + CALM_MINUTES - 1
+        yield begin, end
+        begin = fires.find(1, end)

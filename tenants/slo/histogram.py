@@ -5,7 +5,7 @@ which processes add and merge changes nothing.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isqrt
 
 from msgspec import Struct, field
@@ -58,16 +58,12 @@ class Histogram(Struct, array_like=True):
         count = self.count
         return self.total // count if count else None
 
-    def add(self, value: int) -> None:
-        bucket = bucket_of(value)
-        self._span(value, value)
-        self.counts[bucket] = self.counts.get(bucket, 0) + 1
-        self.total += value
-
     def merge(self, other: "Histogram") -> None:
         if not other.counts:
             return
-        self._span(other.least, other.most)
+        if not self.counts or other.least < self.least:
+            self.least = other.least
+        self.most = max(self.most, other.most)
         counts, known = self.counts, self.counts.get  # a month merges millions of buckets
         for bucket, count in other.counts.items():
             counts[bucket] = known(bucket, 0) + count
@@ -85,9 +81,13 @@ class Histogram(Struct, array_like=True):
                 return min(max(_middle(bucket), self.least), self.most)
         raise AssertionError("a rank beyond the last bucket")
 
-    def _span(self, least: int, most: int) -> None:
-        self.least = min(self.least, least) if self.counts else least
-        self.most = max(self.most, most)
+
+def histogram_of(values: Sequence[int]) -> Histogram:
+    """Of one value or more."""
+    counts: dict[int, int] = {}
+    for bucket in map(bucket_of, values):
+        counts[bucket] = counts.get(bucket, 0) + 1
+    return Histogram(counts, sum(values), min(values), max(values))
 
 
 def merged(parts: Iterable[Histogram]) -> Histogram:

@@ -1,5 +1,6 @@
 """Objectives: what a tenant was promised for a model and a class, each a line of versions in time."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,9 +51,19 @@ class Objectives:
         self._lines: dict[tuple[str, str, str, str], list[Objective]] = defaultdict(list)
         for each in sorted(versions, key=lambda objective: objective.version):
             self._lines[each.key].append(each)
+        self._changes = sorted({each.effective_unix_ns for line in self._lines.values() for each in line})
+        self._found: dict[tuple[int, str, tuple[str, ...], str], dict[Sli, Objective]] = {}
 
     def in_force(self, tenant_id: str, models: tuple[str, ...], flow_class: str, unix_ns: int) -> dict[Sli, Objective]:
-        """For each SLI the closest one: ``models`` in their order before any model, its class before any class."""
+        """For each SLI the closest one: ``models`` in their order before any model, its class before any class. The
+        same dict for all instants between two changes: not to be written to."""
+        asked = bisect_right(self._changes, unix_ns), tenant_id, models, flow_class
+        found = self._found.get(asked)
+        if found is None:
+            found = self._found[asked] = self._closest(tenant_id, models, flow_class, unix_ns)
+        return found
+
+    def _closest(self, tenant_id: str, models: tuple[str, ...], flow_class: str, unix_ns: int) -> dict[Sli, Objective]:
         scopes = [(model, each) for model in (*models, ANY) for each in (flow_class, ANY)]
         found: dict[Sli, Objective] = {}
         for sli in SLIS:

@@ -1,36 +1,49 @@
-"""What the database has of a tenant's service in an interval of whole minutes: the sums that a report is made of."""
+"""What the database has of a tenant's service in an interval of whole minutes: the sums that a report is made of.
 
+Rows come in pages, and what is done with a page is done in a thread: whoever shares the loop has its turn in between.
+"""
+
+import asyncio
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import ColumnElement, Table, func
+from sqlalchemy import BigInteger, ColumnElement, Table, and_, column, func, tuple_, values
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.slo.burn import Counts
+from tenants.slo.burn import Tally
 from tenants.slo.histogram import Histogram
-from tenants.slo.objectives import Objectives
-from tenants.slo.sums import ALL, Minute, decode_minute, model_name
+from tenants.slo.minutes import HOUR_S, tally_hour
+from tenants.slo.objectives import MINUTE_S, Objectives
+from tenants.slo.service import (
+    WIDTHS_S,
+    ServiceSums,
+    decode_histogram,
+    decode_outline,
+    decode_sums,
+    merge_counts,
+)
+from tenants.slo.sums import model_name
 from tenants.slo.verdict import Verdict, judge_refusal
-from tenants.tables import LatencyMinute, RefusalMinute, ReplicaTime, SloMinute, UsageRollup, UsageSeries
-from tenants.usage.cover import cover
+from tenants.tables import ObjectiveHour, RefusalMinute, ReplicaTime, ServiceSum, UsageRollup, UsageSeries
+from tenants.usage.cover import Piece, cover
 from tenants.usage.rollups import SUMMED_METERS
 from tenants.usage.sums import charged
 
-QUARTER_S = 900  # every zone's days and hours begin with one
 HEARD_S = 3600  # an engine that is gone for longer holds nothing back
-_PAGE = 64
+_PAGE = 500
 Place: TypeAlias = tuple[str, str]  # model and class
-BySli: TypeAlias = dict[str, Counts]
-ByVersion: TypeAlias = dict[tuple[str, str], dict[int, Counts]]  # version and SLI → minute → counts
+ByVersion: TypeAlias = dict[str, Tally]
 
 
 class Refused(NamedTuple):
-    """Requests of a minute that no engine took."""
+    """Requests of a time that no engine took."""
 
-    minute_s: int
+    start_s: int
     model: str
     flow_class: str
     reason: str
@@ -39,11 +52,19 @@ class Refused(NamedTuple):
 
 
 @dataclass(slots=True)
-class Timings:
-    """Samples and exclusions by place, and the TTFT samples by hour, as ``hour_of`` tells it from a minute."""
+class HourSums:
+    """All that was served in an hour: ``valid`` and ``good`` by SLI, the TTFT samples."""
 
-    places: dict[Place, Minute] = field(default_factory=lambda: defaultdict(Minute))
-    hours: dict[int, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    valid: dict[str, int] = field(default_factory=dict)
+    good: dict[str, int] = field(default_factory=dict)
+    ttft: Histogram = field(default_factory=Histogram)
+
+    def add(self, sums: bytes) -> None:
+        outline = decode_outline(sums)
+        merge_counts(self.valid, outline.valid)
+        merge_counts(self.good, outline.good)
+        if "ttft" in outline.histograms:
+            self.ttft.merge(decode_histogram(outline.histograms["ttft"]))
 
 
 @dataclass(slots=True)
@@ -64,52 +85,79 @@ class Readings:
         self._session = session
         self._tenant_id = tenant_id
 
-    async def by_place(self, start_s: int, end_s: int) -> dict[Place, BySli]:
+    async def served(self, start_s: int, end_s: int) -> dict[Place, ServiceSums]:
         """Of requests that an engine took."""
-        keys = (col(SloMinute.model), col(SloMinute.flow_class), col(SloMinute.sli))
-        query = self._of(SloMinute, start_s, end_s, *keys, *_sums()).group_by(*keys)
-        found: dict[Place, BySli] = defaultdict(dict)
-        for model, flow_class, sli, valid, good in await self._session.exec(query):
-            found[model, flow_class][sli] = Counts(int(valid), int(good))
+        found: dict[Place, ServiceSums] = defaultdict(ServiceSums)
+
+        def add(rows: Iterable[Any]) -> None:
+            for model, flow_class, _start_s, sums in rows:
+                found[model, flow_class].merge(decode_sums(sums))
+
+        for piece in cover(start_s, end_s, WIDTHS_S):
+            await self._each_page(self._sums_of(piece), add)
         return found
 
-    async def by_quarter(self, start_s: int, end_s: int) -> dict[int, BySli]:
-        """Of requests that an engine took, by the Unix seconds at which a quarter of an hour begins."""
-        quarter = (col(SloMinute.minute_s) // QUARTER_S).label("quarter")
-        keys = (quarter, col(SloMinute.sli))
-        query = self._of(SloMinute, start_s, end_s, *keys, *_sums()).group_by(*keys)
-        found: dict[int, BySli] = defaultdict(dict)
-        for number, sli, valid, good in await self._session.exec(query):
-            found[int(number) * QUARTER_S][sli] = Counts(int(valid), int(good))
+    async def by_hour(self, hours: Sequence[int], end_s: int) -> dict[int, HourSums]:
+        """The same by ``hours``, which follow each other until ``end_s`` and are given by their starts; the last of
+        them that has begun has a minute."""
+        found: dict[int, HourSums] = defaultdict(HourSums)
+
+        def add(rows: Iterable[Any]) -> None:
+            for _model, _flow_class, start_s, sums in rows:
+                found[hours[bisect_right(hours, start_s) - 1]].add(sums)
+
+        for piece in _pieces_of_hours(hours, end_s):
+            await self._each_page(self._sums_of(piece), add)
         return found
 
-    async def by_version(self, start_s: int, end_s: int) -> ByVersion:
-        """Of requests that an engine took, by the objective's version that judged them."""
-        keys = (col(SloMinute.version_id), col(SloMinute.sli), col(SloMinute.minute_s))
-        query = self._of(SloMinute, start_s, end_s, *keys, *_sums()).where(col(SloMinute.version_id) != "")
-        found: ByVersion = defaultdict(dict)
-        for version_id, sli, minute_s, valid, good in await self._session.exec(query.group_by(*keys)):
-            found[version_id, sli][minute_s] = Counts(int(valid), int(good))
+    async def by_version(self, version_ids: Collection[str], start_s: int, end_s: int) -> ByVersion:
+        """Of requests that an engine took, by the objective's version that judged them and by minute."""
+        found: ByVersion = defaultdict(Tally)
+
+        def add(rows: Iterable[Any]) -> None:
+            for version_id, hour_s, minutes in rows:
+                tally_hour(found[version_id], hour_s, minutes, start_s, end_s)
+
+        columns = (ObjectiveHour.version_id, ObjectiveHour.hour_s, ObjectiveHour.minutes)
+        query = select(*columns).where(
+            ObjectiveHour.tenant_id == self._tenant_id,
+            col(ObjectiveHour.version_id).in_(version_ids),
+            ObjectiveHour.hour_s >= start_s // HOUR_S * HOUR_S,
+            ObjectiveHour.hour_s < end_s,
+        )
+        await self._each_page(query, add)
         return found
 
-    async def refused(self, start_s: int, end_s: int, objectives: Objectives) -> list[Refused]:
-        """Judged by the objectives of their minute."""
-        names = ("minute_s", "model", "base_model", "flow_class", "status", "reason")
-        keys = [col(getattr(RefusalMinute, name)) for name in names]
-        total = func.sum(RefusalMinute.num_requests)
-        query = self._of(RefusalMinute, start_s, end_s, *keys, total).group_by(*keys)
-        return [self._refused(objectives, *row) for row in await self._session.exec(query)]
+    async def refused(self, spans: Sequence[tuple[int, int]]) -> list[Refused]:
+        """By the spans of time that they are in. Which version judged them is not told."""
+        parts = _spans(spans)
+        minutes: Table = RefusalMinute.__table__  # pyright: ignore[reportAttributeAccessIssue]
+        keys = (parts.c.start_s, *(minutes.c[name] for name in ("model", "flow_class", "status", "reason")))
+        joined = parts.join(minutes, self._within(minutes, parts), isouter=True)
+        query = select(*keys, func.sum(minutes.c.num_requests)).select_from(joined).group_by(*keys)
+        return [
+            Refused(start_s, model, flow_class, reason, judge_refusal(status, reason, {}), int(num_requests))
+            for start_s, model, flow_class, status, reason, num_requests in await self._session.exec(query)
+            if num_requests
+        ]
 
-    async def timed(self, start_s: int, end_s: int, hour_of: Callable[[int], int]) -> Timings:
-        """Merged as they are read, a few at a time: others have their turn, and a month takes no memory."""
-        names = ("minute_s", "model", "flow_class", "sums")
-        query = self._of(LatencyMinute, start_s, end_s, *(col(getattr(LatencyMinute, name)) for name in names))
-        found = Timings()
-        async for row in await self._session.stream(query.execution_options(yield_per=_PAGE)):
-            minute = decode_minute(row.sums)
-            found.places[row.model, row.flow_class].merge(minute)
-            if "ttft" in minute.histograms:
-                found.hours[hour_of(row.minute_s)].merge(minute.histograms["ttft"])
+    async def refused_by_version(self, start_s: int, end_s: int, objectives: Objectives) -> ByVersion:
+        """The valid ones, by minute; judged by the objectives of their minute."""
+        kinds = (col(RefusalMinute.status), col(RefusalMinute.reason))
+        seen = await self._session.exec(self._of(RefusalMinute, start_s, end_s, *kinds).distinct())
+        ours = [(status, reason) for status, reason in seen if not judge_refusal(status, reason, {}).excluded]
+        found: ByVersion = defaultdict(Tally)
+
+        def add(rows: Iterable[Any]) -> None:
+            for minute_s, model, base_model, flow_class, num_requests in rows:
+                in_force = objectives.in_force(self._tenant_id, (model, base_model), flow_class, minute_s * 10**9)
+                if "availability" in in_force:
+                    found[in_force["availability"].version_id].add([minute_s], [num_requests], [0])
+
+        if ours:
+            names = ("minute_s", "model", "base_model", "flow_class", "num_requests")
+            query = self._of(RefusalMinute, start_s, end_s, *(col(getattr(RefusalMinute, name)) for name in names))
+            await self._each_page(query.where(tuple_(*kinds).in_(ours)), add)
         return found
 
     async def used(self, start_s: int, end_s: int) -> dict[Place, Usage]:
@@ -158,33 +206,57 @@ class Readings:
                 found[model, flow_class] += int(gpu_ns)
         return [(*key, gpu_ns) for key, gpu_ns in found.items()]
 
+    async def _each_page(self, query: Any, work: Callable[[Sequence[Any]], None]) -> None:
+        rows = await self._session.stream(query.execution_options(yield_per=_PAGE))
+        async for page in rows.partitions():
+            await asyncio.to_thread(work, page)
+
+    def _sums_of(self, piece: Piece) -> Any:
+        names = ("model", "flow_class", "start_s", "sums")
+        return select(*(col(getattr(ServiceSum, name)) for name in names)).where(  # pyright: ignore[reportCallIssue]
+            ServiceSum.tenant_id == self._tenant_id,
+            ServiceSum.width_s == piece.width_s,
+            ServiceSum.start_s >= piece.start_s,
+            ServiceSum.start_s < piece.end_s,
+        )
+
     def _of(self, table: Any, start_s: int, end_s: int, *columns: Any) -> Any:
         return select(*columns).where(
             table.tenant_id == self._tenant_id, table.minute_s >= start_s, table.minute_s < end_s
         )
 
-    def _refused(self, objectives: Objectives, *row: Any) -> Refused:
-        minute_s, model, base_model, flow_class, status, reason, num_requests = row
-        in_force = objectives.in_force(self._tenant_id, (model, base_model), flow_class, minute_s * 10**9)
-        verdict = judge_refusal(status, reason, in_force)
-        return Refused(minute_s, model, flow_class, reason, verdict, int(num_requests))
+    def _within(self, minutes: Table, spans: Any) -> ColumnElement[bool]:
+        """For outer joins: SQLite then begins with the spans, and never reads all minutes once a span."""
+        return and_(
+            minutes.c.tenant_id == self._tenant_id,
+            minutes.c.minute_s >= spans.c.start_s,
+            minutes.c.minute_s < spans.c.end_s,
+        )
 
 
-def add_refused(counts: dict[Any, BySli], refused: Iterable[Refused], key: Callable[[Refused], Any]) -> None:
-    """The valid ones of those that no engine took are bad."""
-    for each in refused:
-        for sli in (*each.verdict.results, ALL) if not each.verdict.excluded else ():
-            by_sli = counts.setdefault(key(each), {})
-            by_sli[sli] = by_sli.get(sli, Counts()) + Counts(each.num_requests, 0)
+def _spans(spans: Iterable[tuple[int, int]]) -> Any:
+    columns = (column("start_s", BigInteger), column("end_s", BigInteger))
+    return values(*columns, name="span").data(list(spans)).cte()
 
 
-def add_refused_by_version(by_version: ByVersion, refused: Iterable[Refused]) -> None:
-    for each in refused:
-        for sli, (version_id, _) in each.verdict.results.items():
-            if version_id:
-                minutes = by_version.setdefault((version_id, sli), {})
-                minutes[each.minute_s] = minutes.get(each.minute_s, Counts()) + Counts(each.num_requests, 0)
+def _pieces_of_hours(hours: Sequence[int], end_s: int) -> Iterator[Piece]:
+    """Quarters, and minutes where an hour's ends are no quarters'; neighbours of one width are one piece."""
+    last = None
+    for start, end in pairwise(-(-edge // MINUTE_S) * MINUTE_S for edge in (*hours, end_s)):
+        for piece in cover(start, end, WIDTHS_S[1:]):
+            if last is not None and (last.width_s, last.end_s) == (piece.width_s, piece.start_s):
+                last = Piece(last.width_s, last.start_s, piece.end_s)
+                continue
+            if last is not None:
+                yield last
+            last = piece
+    if last is not None:
+        yield last
 
 
-def _sums() -> tuple[Any, Any]:
-    return func.sum(SloMinute.valid), func.sum(SloMinute.good)
+def merged_by_version(*parts: ByVersion) -> ByVersion:
+    found: ByVersion = defaultdict(Tally)
+    for part in parts:
+        for version_id, tally in part.items():
+            found[version_id].add(tally.starts, tally.valid, tally.good)
+    return found

@@ -56,8 +56,10 @@ class ObjectiveRepository:
             self._session.add(SloObjective(**values, created_unix_ns=now_ns))
 
     async def _versions(self, tenant_ids: Collection[str]) -> list[Objective]:
-        query = select(SloObjective).where(col(SloObjective.tenant_id).in_(sorted(tenant_ids)))
-        return [_objective(row) for row in await self._session.exec(query)]
+        """Columns, no objects of the session: the ledger asks at each batch."""
+        columns = (col(getattr(SloObjective, name)) for name in _FIELDS)
+        query = select(*columns).where(col(SloObjective.tenant_id).in_(sorted(tenant_ids)))  # pyright: ignore[reportCallIssue]
+        return [Objective(*row) for row in await self._session.exec(query)]
 
 
 def _following(draft: Objective, last: Objective | None, now_ns: int) -> Objective:
@@ -68,7 +70,3 @@ def _following(draft: Objective, last: Objective | None, now_ns: int) -> Objecti
 
 def _next(objective: Objective, now_ns: int) -> Objective:
     return replace(objective, version_id=new_id("slo"), effective_unix_ns=effective_from(now_ns))
-
-
-def _objective(row: SloObjective) -> Objective:
-    return Objective(**{name: getattr(row, name) for name in _FIELDS})

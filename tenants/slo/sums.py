@@ -1,61 +1,35 @@
-"""From booked records to sums by minute: exact counts against the objectives, and the samples as histograms.
+"""From booked records to sums: of an objective's version by minute, of a model and class by minute, quarter and day.
 
 Everything is added in the transaction that books the records, so that the sums hold exactly what the ledger holds.
 A request is counted once: of two dispatches the first, lost one is nobody's business when there is a second.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-from msgspec import Struct, field
-from sqlalchemy import event, tuple_
+from sqlalchemy import event
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import add_up, insert_new, put
+from tenants.bulk import put, taken
 from tenants.ledger import OUTCOME_LOST, Booked
-from tenants.slo.histogram import Histogram
-from tenants.slo.objectives import Objectives, minute_of
+from tenants.slo.histogram import histogram_of
+from tenants.slo.minutes import HOUR_S, NO_MINUTES, Minutes, added, encode_minutes
+from tenants.slo.objectives import MINUTE_S, Objectives, minute_of
 from tenants.slo.repository import ObjectiveRepository
+from tenants.slo.service import WIDTHS_S, ServiceSums, decode_sums, encode_sums
 from tenants.slo.verdict import Verdict, judge
-from tenants.tables import LatencyMinute, RequestRecord, SloMinute
+from tenants.tables import ObjectiveHour, RequestRecord, ServiceSum
 
-ALL = "all"
-_KEY = ("tenant_id", "minute_s", "model", "flow_class")
-_COUNT_KEY = (*_KEY, "sli", "version_id")
+_SUM_KEY = ("tenant_id", "width_s", "start_s", "model", "flow_class")
+_HOUR_KEY = ("tenant_id", "hour_s", "version_id")
+_NO_HOUR = {"minutes": NO_MINUTES, "valid": 0, "good": 0}
+_NOTHING = encode_sums(ServiceSums())
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))"
-_encode = msgspec.msgpack.Encoder().encode
 
 CountResult = Callable[[str, str, str, bool], None]  # base model, class, SLI, good
-
-
-class Minute(Struct, array_like=True):
-    """What is kept of a minute beside its counts. ``histograms`` by measure, ``excluded`` by reason."""
-
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    excluded: dict[str, int] = field(default_factory=dict)
-
-    def add(self, verdict: Verdict) -> None:
-        if verdict.excluded:
-            self.excluded[verdict.excluded] = self.excluded.get(verdict.excluded, 0) + 1
-        for measure, value in verdict.samples.items():
-            self._of(measure).add(value)
-
-    def merge(self, other: "Minute") -> None:
-        for measure, histogram in other.histograms.items():
-            self._of(measure).merge(histogram)
-        for reason, count in other.excluded.items():
-            self.excluded[reason] = self.excluded.get(reason, 0) + count
-
-    def _of(self, measure: str) -> Histogram:
-        return self.histograms.setdefault(measure, Histogram())
-
-
-decode_minute = msgspec.msgpack.Decoder(Minute).decode
 
 
 class Place(NamedTuple):
@@ -88,7 +62,7 @@ class SloFold:
             return
         judged = await _judged(session, booked)
         await _add_counts(session, judged)
-        await _add_samples(session, judged)
+        await _add_sums(session, _sums_of(judged))
         if self._count is not None:
             await self._tell(session, judged, self._count)
 
@@ -174,35 +148,56 @@ def _taken_back(
 
 
 async def _add_counts(session: AsyncSession, judged: Iterable[_Judged]) -> None:
-    counts: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+    counts: dict[tuple[str, int, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
     for each in judged:
-        verdict = each.verdict
-        results = chain(verdict.results.items(), () if verdict.excluded else ((ALL, ("", verdict.met)),))
-        for sli, (version_id, good) in results:
-            count = counts[(*each.place, sli, version_id)]
-            count[0] += each.sign
-            count[1] += each.sign * good
-    rows = [(*key, *count) for key, count in sorted(counts.items())]
-    await add_up(session, SloMinute, _COUNT_KEY, ("valid", "good"), rows)
+        hour_s, minute = each.place.minute_s // HOUR_S * HOUR_S, each.place.minute_s % HOUR_S // MINUTE_S
+        for version_id, good in each.verdict.results.values():
+            if version_id:
+                count = counts[each.place.tenant_id, hour_s, version_id][minute]
+                count[0] += each.sign
+                count[1] += each.sign * good
+    keys = sorted(counts)
+    known = await taken(session, ObjectiveHour, _HOUR_KEY, keys, _NO_HOUR)
+    rows = [(*key, *_hour(added(known.get(key, NO_MINUTES), counts[key]))) for key in keys]
+    await put(session, ObjectiveHour, _HOUR_KEY, ("valid", "good", "minutes"), rows)
 
 
-async def _add_samples(session: AsyncSession, judged: Iterable[_Judged]) -> None:
+def _hour(minutes: Minutes) -> tuple[int, int, bytes]:
+    counts = minutes.values()
+    return sum(valid for valid, _ in counts), sum(good for _, good in counts), encode_minutes(minutes)
+
+
+def _sums_of(judged: Iterable[_Judged]) -> dict[Place, ServiceSums]:
     """Lost dispatches have no samples, so that there is nothing to take back."""
-    new: dict[Place, Minute] = defaultdict(Minute)
+    found: dict[Place, ServiceSums] = defaultdict(ServiceSums)
+    samples: dict[Place, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for each in judged:
-        if each.verdict.samples or each.verdict.excluded:
-            new[each.place].add(each.verdict)
-    if not new:
-        return
-    places = sorted(new)
-    await insert_new(session, LatencyMinute, (*_KEY, "sums"), [(*place, _encode(Minute())) for place in places])
-    for place, sums in await _locked(session, places):
-        new[place].merge(decode_minute(sums))
-    await put(session, LatencyMinute, _KEY, ("sums",), [(*place, _encode(new[place])) for place in places])
+        found[each.place].count(each.verdict, each.sign)
+        of_place = samples[each.place]
+        for measure, value in each.verdict.samples.items():
+            of_place[measure].append(value)
+    for place, by_measure in samples.items():
+        found[place].histograms = {measure: histogram_of(values) for measure, values in by_measure.items()}
+    return found
 
 
-async def _locked(session: AsyncSession, places: Sequence[Place]) -> list[tuple[Place, bytes]]:
-    """The rows as they are, nobody else's until the commit; in the order of keys."""
-    keys: list[Any] = [col(getattr(LatencyMinute, name)) for name in _KEY]
-    query = select(*keys, col(LatencyMinute.sums)).where(tuple_(*keys).in_(places)).order_by(*keys).with_for_update()  # pyright: ignore[reportCallIssue]
-    return [(Place(*row[:-1]), row[-1]) for row in await session.exec(query)]
+async def _add_sums(session: AsyncSession, new: Mapping[Place, ServiceSums]) -> None:
+    parts: dict[tuple, list[ServiceSums]] = defaultdict(list)
+    for place, sums in new.items():
+        for width_s in WIDTHS_S:
+            start_s = place.minute_s // width_s * width_s
+            parts[place.tenant_id, width_s, start_s, place.model, place.flow_class].append(sums)
+    keys = sorted(parts)
+    known = await taken(session, ServiceSum, _SUM_KEY, keys, {"sums": _NOTHING})
+    rows = [(*key, _together(known.get(key, _NOTHING), parts[key])) for key in keys]
+    await put(session, ServiceSum, _SUM_KEY, ("sums",), rows)
+
+
+def _together(known: bytes, parts: Sequence[ServiceSums]) -> bytes:
+    """``known`` and the parts, which stay as they are."""
+    if known == _NOTHING and len(parts) == 1:
+        return encode_sums(parts[0])
+    whole = decode_sums(known)
+    for part in parts:
+        whole.merge(part)
+    return encode_sums(whole)

@@ -6,13 +6,13 @@ from tenants.tables.adapter_hours import AdapterMeterHead, AdapterResidency
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.gateways import GatewayLease
-from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
+from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine, InvoicePayment
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
 from tenants.tables.replicas import ReplicaHour, ReplicaTime
 from tenants.tables.rollups import UsageRollup, UsageSeries
-from tenants.tables.slo import LatencyMinute, RefusalMinute, SloIncident, SloMinute, SloObjective, SloWatch
+from tenants.tables.slo import ObjectiveHour, RefusalMinute, ServiceSum, SloIncident, SloObjective, SloWatch
 from tenants.tables.spending import SpendTotal
 from tenants.tables.types import MAX_NAME_LENGTH, JsonList, Picousd, StringList, WideInteger, metadata
 from tenants.tables.unbooked import UnbookedRecord
@@ -35,9 +35,10 @@ __all__ = [
     "IdempotentRequest",
     "Invoice",
     "InvoiceLine",
+    "InvoicePayment",
     "JsonList",
-    "LatencyMinute",
     "LedgerEntry",
+    "ObjectiveHour",
     "OperatorKey",
     "Picousd",
     "Posting",
@@ -48,8 +49,8 @@ __all__ = [
     "ReplicaHour",
     "ReplicaTime",
     "RequestRecord",
+    "ServiceSum",
     "SloIncident",
-    "SloMinute",
     "SloObjective",
     "SloWatch",
     "SpendTotal",

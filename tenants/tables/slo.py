@@ -34,31 +34,29 @@ class SloObjective(SQLModel, table=True):
     created_unix_ns: int = Field(sa_type=BigInteger)
 
 
-class SloMinute(SQLModel, table=True):
-    """Exact counts of the requests that ended in a minute, judged by the version that was in force in it ('' = none).
+class ObjectiveHour(SQLModel, table=True):
+    """Exact counts of the requests that ended in an hour of UTC and were judged by that version of an objective; the
+    same by minute: tenants.slo.minutes.Minutes as msgpack."""
 
-    ``sli`` is an objective's, or ``all``: every objective kept and the request answered.
-    """
-
-    __tablename__ = "slo_minute"  # pyright: ignore[reportAssignmentType]
+    __tablename__ = "objective_hour"  # pyright: ignore[reportAssignmentType]
 
     tenant_id: str = Field(primary_key=True, max_length=28)
-    minute_s: int = Field(primary_key=True, sa_type=BigInteger)
-    model: str = Field(primary_key=True, max_length=_MODEL_LENGTH)
-    flow_class: str = Field(primary_key=True, max_length=16)
-    sli: str = Field(primary_key=True, max_length=16)
+    hour_s: int = Field(primary_key=True, sa_type=BigInteger)
     version_id: str = Field(primary_key=True, max_length=28)
     valid: int = Field(sa_type=BigInteger)
     good: int = Field(sa_type=BigInteger)
+    minutes: bytes = Field(sa_type=LargeBinary)
 
 
-class LatencyMinute(SQLModel, table=True):
-    """The samples of a minute and who was excluded: tenants.slo.sums.Minute as msgpack."""
+class ServiceSum(SQLModel, table=True):
+    """What a model and class came to in a minute, a quarter of an hour or a day of UTC, by the time at which requests
+    ended: tenants.slo.service.ServiceSums as msgpack."""
 
-    __tablename__ = "latency_minute"  # pyright: ignore[reportAssignmentType]
+    __tablename__ = "service_sum"  # pyright: ignore[reportAssignmentType]
 
     tenant_id: str = Field(primary_key=True, max_length=28)
-    minute_s: int = Field(primary_key=True, sa_type=BigInteger)
+    width_s: int = Field(primary_key=True, sa_type=BigInteger)
+    start_s: int = Field(primary_key=True, sa_type=BigInteger)
     model: str = Field(primary_key=True, max_length=_MODEL_LENGTH)
     flow_class: str = Field(primary_key=True, max_length=16)
     sums: bytes = Field(sa_type=LargeBinary)

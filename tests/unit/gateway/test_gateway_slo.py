@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from gateway_harness import House, eventually, rows
 
-from tenants.tables import RefusalMinute, RequestRecord, SloMinute
+from tenants.slo.service import WIDTHS_S, decode_sums
+from tenants.tables import RefusalMinute, RequestRecord, ServiceSum
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
 
@@ -45,8 +46,10 @@ def test_the_ledger_counts_a_request_against_slos_as_it_books_it(house: House):
     with house.http(key) as http:
         house.receipt(key, http.post("/completions", json=BODY | {"stream": True}).headers["x-request-id"])
 
-    found = {(row.model, row.sli, row.valid, row.good) for row in rows(house, key, SloMinute)}
-    assert found == {("tiny", "availability", 1, 1), ("tiny", "all", 1, 1)}
+    found = [(row.width_s, row.model, decode_sums(row.sums)) for row in rows(house, key, ServiceSum)]
+    assert sorted((width_s, model, sums.good) for width_s, model, sums in found) == [
+        (width_s, "tiny", {"availability": 1, "all": 1}) for width_s in sorted(WIDTHS_S)
+    ]
     assert house.metric("tenora_slo_requests_total", **labels) == before + 1
 
 

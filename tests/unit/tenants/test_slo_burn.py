@@ -1,17 +1,21 @@
 """Burn rates and incidents against sums that are written out."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
-from tenants.slo.burn import ALERTS, WINDOWS_S, Counts, Series, firing, incidents, rate
+from tenants.slo.burn import ALERTS, CALM_MINUTES, WINDOWS_S, Counts, Series, Tally, firing, incidents, is_calm, rate
 
 TARGET = 990_000  # 99 %
 MINUTE = 60
 
 
 def series(per_minute: dict[int, tuple[int, int]]) -> Series:
-    return Series((minute * MINUTE, Counts(*counts)) for minute, counts in per_minute.items())
+    tally = Tally()
+    for minute, (valid, good) in per_minute.items():
+        tally.add([minute * MINUTE], [valid], [good])
+    return Series(tally)
 
 
 def test_the_windows_are_those_of_the_handbook():
@@ -47,7 +51,7 @@ def test_a_rate_is_relative_to_what_is_allowed():
     assert rate(Counts(10, 9), 1_000_000) is None
 
 
-def test_an_outage_is_an_incident_from_its_alarm_until_the_short_window_is_clean():
+def test_an_outage_is_an_incident_from_its_alarm_until_the_short_window_was_calm_for_a_while():
     outage = range(120, 140)
     found = incidents(
         series({minute: (100, 0 if minute in outage else 100) for minute in range(600)}), TARGET, 0, 600 * MINUTE
@@ -55,7 +59,56 @@ def test_an_outage_is_an_incident_from_its_alarm_until_the_short_window_is_clean
 
     # 14.4 % of the hour's 6,000 are more than 8 minutes of 100; the last bad minute leaves the 5 minutes at 145
     page = next(each for each in found if each.alert == "page_fast")
-    assert (page.from_s // MINUTE, page.to_s // MINUTE, page.bad) == (129, 145, 2000)
+    assert (page.from_s // MINUTE, page.to_s // MINUTE, page.bad) == (129, 145 + CALM_MINUTES - 1, 2000)
+
+
+@pytest.mark.parametrize(("pause", "num_incidents"), [(2, 1), (5 + CALM_MINUTES - 2, 1), (5 + CALM_MINUTES - 1, 2)])
+def test_a_rate_that_wavers_is_one_incident_until_it_is_calm_for_long_enough(pause, num_incidents):
+    """Twenty bad minutes, a pause, ten more: the short window is calm 5 minutes after it began."""
+    bad = {*range(100, 120), *range(120 + pause, 130 + pause)}
+    flapping = series({minute: (100, 0 if minute in bad else 100) for minute in range(400)})
+
+    pages = [each for each in incidents(flapping, TARGET, 0, 400 * MINUTE) if each.alert == "page_fast"]
+
+    assert len(pages) == num_incidents
+    assert (pages[0].from_s, pages[-1].to_s) == (109 * MINUTE, (130 + pause + 5 + CALM_MINUTES - 1) * MINUTE)
+
+
+def test_a_rate_about_its_limit_is_one_incident_where_the_alert_alone_would_be_many():
+    flapping = series({minute: (1000, 1000 - (160 if minute % 4 < 2 else 130)) for minute in range(300)})
+    looks = [firing(flapping, ALERTS[0], at * MINUTE, TARGET) for at in range(60, 300)]
+    assert sum(before != after for before, after in pairwise(looks)) > 50
+
+    pages = [each for each in incidents(flapping, TARGET, 0, 300 * MINUTE) if each.alert == "page_fast"]
+
+    assert len(pages) == 1
+    assert pages[0].to_s is None
+
+
+def test_incidents_are_what_looking_each_minute_would_find():
+    rng = random.Random(11)
+    counts = {}
+    for minute in range(2000):
+        if rng.random() < 0.7:
+            worst = 0.7 if minute % 300 < 90 else 0.02
+            counts[minute] = (valid := rng.randrange(1, 30), valid - sum(rng.random() < worst for _ in range(valid)))
+    subject, target_ppm = series(counts), 970_000
+
+    expected = []
+    for alert in ALERTS:
+        begin = None
+        for at_s in range(0, 2000 * MINUTE, MINUTE):
+            if begin is None and firing(subject, alert, at_s, target_ppm):
+                begin = at_s
+            elif begin is not None and is_calm(subject, alert, at_s, target_ppm):
+                expected.append((alert.name, begin, at_s))
+                begin = None
+        if begin is not None:
+            expected.append((alert.name, begin, None))
+
+    found = [(each.alert, each.from_s, each.to_s) for each in incidents(subject, target_ppm, 0, 2000 * MINUTE)]
+    assert len(found) > 8
+    assert sorted(found, key=str) == sorted(expected, key=str)
 
 
 def test_an_incident_that_goes_on_has_no_end():

@@ -1,6 +1,8 @@
 """The report of a tenant: from sums, against the raw requests; whatever the order, and whoever else is served."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 from zoneinfo import ZoneInfo
 
@@ -11,12 +13,15 @@ from tenants import replica_times
 from tenants.errors import InvalidValue
 from tenants.replica_times import ReplicaSpan
 from tenants.slo.budgets import wilson
+from tenants.slo.burn import CALM_MINUTES
+from tenants.slo.calendar import MAX_DAYS, SloQuery
 from tenants.slo.refusals import Refusal, write_refusals
-from tenants.slo.reporting import MAX_DAYS, SloQuery, document_hash, slo_report
+from tenants.slo.reporting import document_hash, slo_report
 from tenants.tables import Tenant
 from tests.slo_requests import MS, NOON_S, booked, objective, post, post_in_batches, promise
 
 HOUR_S, DAY_S = 3600, 86_400
+START_S = 1_899_244_800  # 2030-03-09 UTC
 QUERY = SloQuery(NOON_S, NOON_S + HOUR_S)
 
 
@@ -85,6 +90,44 @@ def test_a_report_is_what_the_raw_requests_say(with_database):
     assert (report.total.tokens.input, report.total.tokens.cached) == (20 * len(billed), 16 * len(billed))
     assert report.total.tokens.cache_hit_ratio == 0.8
     assert report.total.price_picousd > 0
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Kolkata", "Asia/Kathmandu", "America/New_York"])
+def test_days_hours_and_totals_of_any_minutes_are_what_the_raw_requests_say(with_database, zone):
+    """From 03:17 of a day to 21:41 of the third after it, over a change of clocks in New York, among requests before
+    and after."""
+    start_s, end_s = START_S + 3 * HOUR_S + 17 * 60, START_S + 3 * DAY_S + 21 * HOUR_S + 41 * 60
+    rng = random.Random(zone)
+    raw = [
+        replace(each, finished_unix_ns=rng.randrange(START_S * 10**9, (START_S + 5 * DAY_S) * 10**9))
+        for each in requests(6, count=600)
+    ]
+
+    async def body(database):
+        await post_in_batches(database, raw, [150, 150, 150])
+        return await read(database, SloQuery(start_s, end_s), tenant(zone=zone))
+
+    report = with_database(body)
+
+    inside = [each for each in raw if start_s <= each.finished_unix_ns // 10**9 < end_s]
+    local = [datetime.fromtimestamp(each.finished_unix_ns / 1e9, ZoneInfo(zone)) for each in inside]
+    up = {day.date: day.attainment["availability"] for day in report.days}
+    assert {date: each.valid for date, each in up.items()} == Counter(at.date().isoformat() for at in local)
+    good = [at.date().isoformat() for at, each in zip(local, inside, strict=True) if each.outcome in (200, 499)]
+    assert {date: each.good for date, each in up.items()} == Counter(good)
+    ends = [*(hour.start for hour in report.hours[1:]), end_s]
+    for hour, end in zip(report.hours, ends, strict=True):
+        of_hour = [
+            each.first_token_ns
+            for each in inside
+            if each.outcome and hour.start <= each.finished_unix_ns // 10**9 < end
+        ]
+        assert hour.ttft.count == len(of_hour)
+        assert hour.ttft.mean_ns == (sum(of_hour) // len(of_hour) if of_hour else None)
+    assert report.total.valid == len(inside)
+    answered = [each for each in inside if each.outcome == 200]
+    assert report.total.latency["e2e"].count == len(answered)
+    assert report.total.phases["queue"].mean_ns == sum(each.queue_ns for each in answered) // len(answered)
 
 
 def test_the_rows_of_a_report_sum_to_its_total(with_database):
@@ -274,7 +317,7 @@ def test_a_budget_is_of_its_window_and_an_incident_says_what_it_took(with_databa
     assert row.burn["1h"] == pytest.approx(50 / 300 / 0.01)
     assert row.burn["5m"] == 0.0
     page = next(each for each in report.incidents if each.alert == "page_fast")
-    assert (page.begin, page.end) == (NOON_S + 9 * 60, NOON_S + 15 * 60)
+    assert (page.begin, page.end) == (NOON_S + 9 * 60, NOON_S + (15 + CALM_MINUTES - 1) * 60)
     assert (page.bad, page.budget_ratio) == (50, pytest.approx(50 / 9))
 
 
@@ -333,8 +376,6 @@ def test_wilsons_interval_is_that_of_the_tables(good, valid, low, high):
 
 
 def booked_as(settled, context):
-    from dataclasses import replace
-
     return replace(settled, context=context)
 
 

@@ -1,15 +1,23 @@
-"""Sums by minute against a recount of the raw requests, in any order, on both databases."""
+"""Sums against a recount of the raw requests, in any order, on both databases."""
 
+import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import replace
 
+import msgspec
 import pytest
+from sqlalchemy import text
 from sqlmodel import select
 
+import migrations
+from tenants.database import Database
 from tenants.ledger import Ledger
 from tenants.slo.histogram import merged
-from tenants.slo.sums import Minute, SloFold, decode_minute
-from tenants.tables import LatencyMinute, SloMinute
+from tenants.slo.minutes import decode_minutes
+from tenants.slo.service import WIDTHS_S, ServiceSums, decode_sums
+from tenants.slo.sums import SloFold
+from tenants.tables import ObjectiveHour, ServiceSum
 from tests.slo_requests import CARD, MS, NOON_S, booked, objective, post, post_in_batches, promise
 
 PROMISED = (
@@ -45,21 +53,36 @@ def traffic(seed: int, count: int = 200, tenant_id: str = "ten_a"):
 
 
 async def counted(database, tenant_id: str = "ten_a") -> dict[tuple, tuple[int, int]]:
-    async with database.session() as session:
-        rows = await session.exec(select(SloMinute).where(SloMinute.tenant_id == tenant_id))
-        return {
-            (row.minute_s, row.model, row.flow_class, row.sli, row.version_id): (row.valid, row.good) for row in rows
-        }
+    """By minute, model, class and SLI; without what was taken back."""
+    found = {}
+    for (start_s, *place), sums in (await sums_of(database, 60, tenant_id)).items():
+        for sli, valid in sums.valid.items():
+            if valid:
+                found[start_s, *place, sli] = (valid, sums.good[sli])
+    return found
 
 
-async def minutes(database, tenant_id: str = "ten_a") -> dict[tuple, Minute]:
+async def counted_by_version(database, tenant_id: str = "ten_a") -> dict[tuple, tuple[int, int]]:
+    """By minute and version; without what was taken back."""
     async with database.session() as session:
-        rows = await session.exec(select(LatencyMinute).where(LatencyMinute.tenant_id == tenant_id))
-        return {(row.minute_s, row.model, row.flow_class): decode_minute(row.sums) for row in rows}
+        rows = (await session.exec(select(ObjectiveHour).where(ObjectiveHour.tenant_id == tenant_id))).all()
+    found = {}
+    for row in rows:
+        minutes = decode_minutes(row.minutes)
+        assert (row.valid, row.good) == tuple(map(sum, zip(*minutes.values(), strict=True)))
+        found |= {(row.hour_s + 60 * each, row.version_id): minutes[each] for each in minutes if minutes[each][0]}
+    return found
+
+
+async def sums_of(database, width_s: int, tenant_id: str = "ten_a") -> dict[tuple, ServiceSums]:
+    mine = ServiceSum.tenant_id == tenant_id, ServiceSum.width_s == width_s
+    async with database.session() as session:
+        rows = await session.exec(select(ServiceSum).where(*mine))
+        return {(row.start_s, row.model, row.flow_class): decode_sums(row.sums) for row in rows}
 
 
 def recounted(requests) -> dict[tuple, tuple[int, int]]:
-    """The same from the events, written apart: sets of requests and sentences about them."""
+    """The same from the events, written apart: by minute, model, class, SLI and version."""
     valid: Counter[tuple] = Counter()
     good: Counter[tuple] = Counter()
 
@@ -92,18 +115,60 @@ def recounted(requests) -> dict[tuple, tuple[int, int]]:
     return {key: (valid[key], good[key]) for key in valid}
 
 
+def cut(counts: dict[tuple, tuple[int, int]], *fields: int) -> dict[tuple, tuple[int, int]]:
+    """By fewer of the fields of a key."""
+    found: dict[tuple, tuple[int, int]] = {}
+    for key, (valid, good) in counts.items():
+        place = tuple(key[field] for field in fields)
+        known = found.get(place, (0, 0))
+        found[place] = (known[0] + valid, known[1] + good)
+    return found
+
+
+def by_place(requests) -> dict[tuple, tuple[int, int]]:
+    return cut(recounted(requests), 0, 1, 2, 3)
+
+
+def by_version(requests) -> dict[tuple, tuple[int, int]]:
+    return cut({key: counts for key, counts in recounted(requests).items() if key[-1]}, 0, 4)
+
+
 def test_counts_are_those_of_the_raw_requests(with_database):
     requests = list(traffic(1))
 
     async def body(database):
         await promise(database, *PROMISED)
         await post_in_batches(database, requests, [1, 7, 60, 3])
-        return await counted(database)
+        return await counted(database), await counted_by_version(database)
 
-    found = with_database(body)
+    found, versions = with_database(body)
 
-    assert found == recounted(requests)
-    assert {sli for *_, sli, _ in found} == {"availability", "ttft", "tpot", "e2e", "all"}
+    assert found == by_place(requests)
+    assert versions == by_version(requests)
+    assert {sli for *_, sli in found} == {"availability", "ttft", "tpot", "e2e", "all"}
+
+
+def test_quarters_and_days_are_the_sums_of_their_minutes(with_database):
+    """Three days of it, so that there is more than one of each."""
+    rng = random.Random(5)
+    requests = [
+        replace(each, finished_unix_ns=each.finished_unix_ns + rng.randrange(3 * 86_400) * 10**9)
+        for each in traffic(5, 150)
+    ]
+
+    async def body(database):
+        await promise(database, *PROMISED)
+        await post_in_batches(database, requests, [1, 40, 5, 60])
+        return [await sums_of(database, width_s) for width_s in (60, 900, 86_400)]
+
+    minutes, *coarser = with_database(body)
+
+    for width_s, found in zip((900, 86_400), coarser, strict=True):
+        expected: dict[tuple, ServiceSums] = defaultdict(ServiceSums)
+        for (start_s, *place), sums in minutes.items():
+            expected[start_s // width_s * width_s, *place].merge(sums)
+        assert 2 < len(found) < len(minutes)
+        assert found == expected
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -116,11 +181,12 @@ def test_neither_order_nor_batches_nor_repetition_change_a_sum(with_database, se
     async def body(database):
         await promise(database, *PROMISED)
         await post_in_batches(database, shuffled, [rng.randrange(1, 9) for _ in range(8)])
-        return await counted(database), await minutes(database)
+        return await counted(database), await counted_by_version(database), await sums_of(database, 60)
 
-    found, sums = with_database(body)
+    found, versions, sums = with_database(body)
 
-    assert found == recounted(requests)
+    assert found == by_place(requests)
+    assert versions == by_version(requests)
     whole = merged(each.histograms["e2e"] for each in sums.values() if "e2e" in each.histograms)
     assert whole.count == sum(each.outcome == 200 for each in requests)
     assert whole.total == sum(
@@ -137,9 +203,9 @@ def test_another_tenants_traffic_changes_nothing(with_database):
     async def body(database):
         await promise(database, *PROMISED)
         await post(database, *traffic(3, 50))
-        alone = await counted(database), await minutes(database)
+        alone = await counted(database), await sums_of(database, 60)
         await post(database, *traffic(4, 50, "ten_b"))
-        return alone, (await counted(database), await minutes(database))
+        return alone, (await counted(database), await sums_of(database, 60))
 
     alone, together = with_database(body)
 
@@ -158,11 +224,9 @@ def test_a_request_that_lost_its_first_engine_is_counted_once(with_database, ord
                 await post(database, (lost, answered)[place])
         return await counted(database)
 
-    found = {key: counts for key, counts in with_database(body).items() if counts != (0, 0)}
-
-    assert found == {
-        (NOON_S + 60, "smollm2", "standard", "availability", ""): (1, 1),
-        (NOON_S + 60, "smollm2", "standard", "all", ""): (1, 1),
+    assert with_database(body) == {
+        (NOON_S + 60, "smollm2", "standard", "availability"): (1, 1),
+        (NOON_S + 60, "smollm2", "standard", "all"): (1, 1),
     }
 
 
@@ -175,11 +239,9 @@ def test_a_request_is_judged_by_the_version_of_the_minute_in_which_it_ended(with
     async def body(database):
         await promise(database, *changed)
         await post(database, booked(1, at_s=NOON_S + 59.9), booked(2, at_s=NOON_S + 60))
-        return await counted(database)
+        return await counted_by_version(database)
 
-    found = with_database(body)
-
-    assert {key[-1]: counts for key, counts in found.items() if key[3] == "ttft"} == {"v1": (1, 1), "v2": (1, 0)}
+    assert with_database(body) == {(NOON_S, "v1"): (1, 1), (NOON_S + 60, "v2"): (1, 0)}
 
 
 def test_results_are_told_once_their_transaction_is_committed(with_database):
@@ -202,3 +264,55 @@ def test_results_are_told_once_their_transaction_is_committed(with_database):
 
     assert with_database(body) == []
     assert sorted(told) == [("smollm2", "standard", "availability", True), ("smollm2", "standard", "ttft", False)]
+
+
+def test_an_upgrade_keeps_what_was_summed_by_minute(unmigrated_url):
+    """The rows as they were kept before, made from what is kept now."""
+    requests = list(traffic(9, 80))
+
+    def on(action):
+        async def run():
+            database = Database(unmigrated_url)
+            await database.start()
+            try:
+                return await action(database)
+            finally:
+                await database.close()
+
+        return asyncio.run(run())
+
+    async def written(database):
+        return [await sums_of(database, width_s) for width_s in WIDTHS_S], await counted_by_version(database)
+
+    async def write(database):
+        await promise(database, *PROMISED)
+        await post_in_batches(database, requests, [30, 30])
+        return await written(database)
+
+    async def write_old_rows(database):
+        async with database.transaction() as session:
+            connection = await session.connection()
+            for (minute_s, model, flow_class), sums in minutes.items():
+                place = {"minute_s": minute_s, "model": model, "flow_class": flow_class}
+                kept = msgspec.msgpack.encode([sums.histograms, sums.excluded])
+                await connection.execute(text(_OLD_SAMPLES), place | {"sums": kept})
+            for (minute_s, model, flow_class, sli, version_id), (valid, good) in recounted(requests).items():
+                row = {"minute_s": minute_s, "model": model, "flow_class": flow_class, "sli": sli}
+                await connection.execute(
+                    text(_OLD_COUNTS), row | {"version_id": version_id, "valid": valid, "good": good}
+                )
+
+    migrations.upgrade(unmigrated_url)
+    before = on(write)
+    minutes = before[0][-1]
+    migrations.downgrade(unmigrated_url, "replica_hours")
+    on(write_old_rows)
+    migrations.upgrade(unmigrated_url)
+
+    assert on(written) == before
+
+
+_OLD_SAMPLES = "INSERT INTO latency_minute VALUES ('ten_a', :minute_s, :model, :flow_class, :sums)"
+_OLD_COUNTS = (
+    "INSERT INTO slo_minute VALUES ('ten_a', :minute_s, :model, :flow_class, :sli, :version_id, :valid, :good)"
+)

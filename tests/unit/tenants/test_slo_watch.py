@@ -5,6 +5,7 @@ import json
 
 from sqlmodel import select
 
+from tenants.slo.burn import CALM_MINUTES
 from tenants.slo.refusals import Refusal, write_refusals
 from tenants.slo.watch import GRACE_S, incidents_of, look
 from tenants.tables import Event
@@ -68,6 +69,47 @@ def test_an_incident_opens_and_closes_with_an_event_each(with_database):
     assert page["burn_rate_short"] == 100.0
     assert recovered["page_fast"]["incident_id"] == page["incident_id"]
     assert recovered["page_fast"]["closed_at"] == NOON_S + 80 * 60
+
+
+def test_a_rate_that_wavers_is_one_incident_with_one_event_at_each_end(with_database):
+    """Bad minutes in pairs, five good ones between: the alert's five minutes burn, don't, burn; then all is well."""
+
+    def traffic():
+        yield from minutes_of(500, 0, 30)
+        for minute in range(30, 80):
+            yield from minutes_of(500 if minute % 7 < 2 else 200, minute, minute + 1)
+        yield from minutes_of(200, 80, 100)
+
+    async def body(database):
+        await promise(database, objective("availability", target=0.98))
+        await post(database, *traffic())
+        changes = [await look(database, at(minute)) for minute in range(25, 100)]
+        return changes, await incidents(database), await events(database)
+
+    changes, found, told = with_database(body)
+
+    # 77 and 78 are bad: of the five minutes before 83 one is, which does not burn
+    assert found["page_fast"] == (NOON_S + 25 * 60, NOON_S + (83 + CALM_MINUTES - 1) * 60)
+    mine = [kind for _, kind, data in told if data["alert"] == "page_fast"]
+    assert sorted(mine) == ["slo.burn", "slo.recovered"]
+    assert sum(changes) == len(told)
+
+
+def test_an_incident_outlives_looks_that_nobody_made(with_database):
+    """The calm is in what was counted, not in who looked."""
+
+    async def body(database):
+        await promise(database, UP)
+        await post(database, *minutes_of(500, 0, 30), *minutes_of(200, 30, 38), *minutes_of(500, 38, 39))
+        await look(database, at(30))
+        await look(database, at(36))  # calm since 35, for two looks
+        before = await incidents(database)
+        await look(database, at(44))  # calm since 44
+        return before, await incidents(database)
+
+    before, after = with_database(body)
+
+    assert (before["page_fast"][1], after["page_fast"][1]) == (None, None)
 
 
 def test_of_many_who_look_at_a_minute_one_is_heard(with_database):
