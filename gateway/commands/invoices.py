@@ -7,7 +7,10 @@ import click
 
 from gateway.commands.common import find_tenant, ops_api, ops_options, show
 
-INVOICE = {"number": "NUMBER", "id": "ID", "tenant_name": "TENANT", "period": "PERIOD", "total": "TOTAL"}
+INVOICE = {
+    **{"number": "NUMBER", "id": "ID", "tenant_name": "TENANT", "period": "PERIOD", "total": "TOTAL"},
+    **{"paid_from_credit": "PAID FROM CREDIT", "amount_due": "DUE"},
+}
 LINE = {
     **{"number": "LINE", "kind": "KIND", "model": "MODEL", "class": "CLASS", "meter": "METER"},
     **{"quantity": "QUANTITY", "unit_price_picousd": "PICOUSD EACH", "amount": "AMOUNT"},

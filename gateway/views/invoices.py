@@ -44,7 +44,8 @@ class InvoiceLineBody(Struct, frozen=True, kw_only=True, rename={"flow_class": "
 
 
 class InvoiceHead(Struct, frozen=True, kw_only=True):
-    """An invoice without its lines. [``start_time``, ``end_time``) is the tenant's month."""
+    """An invoice without its lines. [``start_time``, ``end_time``) is the tenant's month. ``total`` =
+    ``paid_from_credit`` + ``amount_due``; what is due is below zero where the tenant is owed something."""
 
     id: str
     object: Literal["invoice"] = "invoice"
@@ -59,6 +60,8 @@ class InvoiceHead(Struct, frozen=True, kw_only=True):
     issued_at: Seconds
     currency: str
     total: Cents
+    paid_from_credit: Cents
+    amount_due: Cents
 
 
 class InvoiceBody(InvoiceHead, frozen=True, kw_only=True):
@@ -147,6 +150,8 @@ def _head(invoice: Invoice) -> dict:
         "issued_at": invoice.issued_unix_ns // _NS,
         "currency": invoice.currency,
         "total": dollars(invoice.total_cents),
+        "paid_from_credit": dollars(invoice.paid_cents),
+        "amount_due": dollars(invoice.total_cents - invoice.paid_cents),
     }
 
 
