@@ -30,6 +30,20 @@ def make_changeable(*tables: str) -> None:
             op.execute(f"DROP TRIGGER append_only_{table}_delete")
 
 
+def make_unemptiable(*tables: str) -> None:
+    """PostgreSQL's row triggers don't see a TRUNCATE."""
+    for table in tables:
+        op.execute(
+            f"CREATE TRIGGER append_only_{table}_truncate BEFORE TRUNCATE ON {table} "
+            "FOR EACH STATEMENT EXECUTE FUNCTION tenora_append_only()"
+        )
+
+
+def make_emptiable(*tables: str) -> None:
+    for table in tables:
+        op.execute(f"DROP TRIGGER append_only_{table}_truncate ON {table}")
+
+
 def drop_function() -> None:
     if op.get_bind().dialect.name == "postgresql":
         op.execute("DROP FUNCTION tenora_append_only()")
