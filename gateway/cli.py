@@ -24,6 +24,7 @@ from gateway.commands.reports import report
 from gateway.commands.rollup import rollup
 from gateway.commands.secrets import secrets
 from gateway.commands.slo import slo
+from gateway.commands.sums import sums
 from gateway.commands.tenants import tenant
 from gateway.logs import log_to_stderr
 from gateway.settings import CannotStart, Settings, default_database, serve_options
@@ -85,7 +86,9 @@ _migration("downgrade", "downgrade", "Take every table away, with its data.")
 _migration("check", "check", "Fail unless the schema is the newest.")
 
 
-for command in (tenant, key, operator, secrets, audit, backup, rollup, adapter, price, invoice, report, slo, export):
+for command in (
+    *(tenant, key, operator, secrets, audit, backup, rollup, sums, adapter, price, invoice, report, slo, export),
+):
     main.add_command(command)
 
 

@@ -7,7 +7,10 @@ import click
 
 from gateway.commands.common import find_tenant, ops_api, ops_options, show
 
-INVOICE = {"number": "NUMBER", "id": "ID", "tenant_name": "TENANT", "period": "PERIOD", "total": "TOTAL"}
+INVOICE = {
+    **{"number": "NUMBER", "id": "ID", "tenant_name": "TENANT", "period": "PERIOD", "total": "TOTAL"},
+    **{"paid_from_credit": "PAID FROM CREDIT", "amount_due": "DUE"},
+}
 LINE = {
     **{"number": "LINE", "kind": "KIND", "model": "MODEL", "class": "CLASS", "meter": "METER"},
     **{"quantity": "QUANTITY", "unit_price_picousd": "PICOUSD EACH", "amount": "AMOUNT"},
@@ -62,9 +65,7 @@ def invoice_show(invoice_id: str, as_format: str, output: Path | None, as_json: 
         _show(api.call("GET", f"/invoices/{invoice_id}"), as_json)
         return
     document = "/focus" if as_format == "focus" else f"?format={as_format}"
-    text = api.text(f"/invoices/{invoice_id}{document}")
-    with click.open_file(str(output or "-"), "wb") as file:
-        file.write(text.encode())
+    _write(api.text(f"/invoices/{invoice_id}{document}"), output)
 
 
 @invoice.command("credit")
@@ -76,6 +77,25 @@ def invoice_credit(invoice_id: str, reason: str, lines: tuple[str, ...], as_json
     """Give back what an invoice charged, or a part of it: the tenant's next invoice takes it off."""
     body = {"reason": reason, "lines": [_credited(text) for text in lines] or None}
     show(ops_api(**where).call("POST", f"/invoices/{invoice_id}/credit-notes", json=body), as_json, NOTE)
+
+
+@invoice.command("note")
+@click.argument("invoice_id")
+@click.argument("credit_note_id")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A file.  [default: stdout]")
+@ops_options
+def invoice_note(invoice_id: str, credit_note_id: str, output: Path | None, as_json: bool, **where: Any) -> None:
+    """Print a credit note of an invoice, as html to send."""
+    path = f"/invoices/{invoice_id}/credit-notes/{credit_note_id}"
+    if as_json:
+        show(ops_api(**where).call("GET", path), as_json, NOTE)
+    else:
+        _write(ops_api(**where).text(f"{path}?format=html"), output)
+
+
+def _write(text: str, output: Path | None) -> None:
+    with click.open_file(str(output or "-"), "wb") as file:
+        file.write(text.encode())
 
 
 def _credited(text: str) -> dict[str, int]:

@@ -22,6 +22,7 @@ from tenants.tables import (
     Event,
     Invoice,
     InvoiceLine,
+    InvoicePayment,
     LedgerEntry,
     ObjectiveHour,
     RefusalMinute,
@@ -70,6 +71,7 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
     (LedgerEntry, ("entry_id",), entry_body),
     (Invoice, ("invoice_id",), _columns("invoice")),
     (InvoiceLine, ("invoice_id", "number"), _columns("invoice_line")),
+    (InvoicePayment, ("invoice_id", "month_of"), _columns("invoice_payment")),
     (CreditNote, ("credit_note_id",), _columns("credit_note")),
     (SloObjective, ("version_id",), _columns("slo_objective")),
     (SloIncident, ("incident_id",), _columns("slo_incident")),
@@ -108,7 +110,7 @@ async def _rows(database: Database, table: Any, key: tuple[str, ...], tenant_id:
 def _is_of(table: Any, tenant_id: str) -> Any:
     if table is ServiceSum:  # the wider ones are sums of these
         return and_(col(ServiceSum.tenant_id) == tenant_id, col(ServiceSum.width_s) == MINUTE_S)
-    if table is not InvoiceLine:
+    if table not in (InvoiceLine, InvoicePayment):
         return col(table.tenant_id) == tenant_id
     return col(table.invoice_id).in_(select(Invoice.invoice_id).where(Invoice.tenant_id == tenant_id))
 

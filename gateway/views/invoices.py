@@ -12,11 +12,11 @@ from tenants.invoices.focus import focus_csv, focus_rows
 from tenants.invoices.focus_check import check
 from tenants.invoices.invoices import Issued
 from tenants.invoices.lines import credit_number_text, number_text
-from tenants.invoices.text import dollars, invoice_csv, invoice_page
+from tenants.invoices.text import credit_note_page, dollars, invoice_csv, invoice_page
 from tenants.pricing import unit_of
 from tenants.tables import CreditNote, CreditNoteLine, Invoice, InvoiceLine
 
-INVOICE_FORMATS = ("json", "csv", "html")
+INVOICE_FORMATS, NOTE_FORMATS = ("json", "csv", "html"), ("json", "html")
 _NS = 10**9
 Cents = Annotated[str, Meta(pattern=r"^-?[0-9]+\.[0-9]{2}$", description="Decimal text")]
 
@@ -44,7 +44,8 @@ class InvoiceLineBody(Struct, frozen=True, kw_only=True, rename={"flow_class": "
 
 
 class InvoiceHead(Struct, frozen=True, kw_only=True):
-    """An invoice without its lines. [``start_time``, ``end_time``) is the tenant's month."""
+    """An invoice without its lines. [``start_time``, ``end_time``) is the tenant's month. ``total`` =
+    ``paid_from_credit`` + ``amount_due``; what is due is below zero where the tenant is owed something."""
 
     id: str
     object: Literal["invoice"] = "invoice"
@@ -59,6 +60,8 @@ class InvoiceHead(Struct, frozen=True, kw_only=True):
     issued_at: Seconds
     currency: str
     total: Cents
+    paid_from_credit: Cents
+    amount_due: Cents
 
 
 class InvoiceBody(InvoiceHead, frozen=True, kw_only=True):
@@ -126,6 +129,13 @@ def credit_note_body(note: CreditNote, lines: list[CreditNoteLine]) -> CreditNot
     )
 
 
+def credit_note_answer(note: CreditNote, lines: list[CreditNoteLine], issued: Issued, wanted: str) -> Response[Any]:
+    """In one of NOTE_FORMATS."""
+    if wanted == "html":
+        return page_answer(credit_note_page(note, lines, issued))
+    return Response(credit_note_body(note, lines))
+
+
 def _head(invoice: Invoice) -> dict:
     return {
         "id": invoice.invoice_id,
@@ -140,6 +150,8 @@ def _head(invoice: Invoice) -> dict:
         "issued_at": invoice.issued_unix_ns // _NS,
         "currency": invoice.currency,
         "total": dollars(invoice.total_cents),
+        "paid_from_credit": dollars(invoice.paid_cents),
+        "amount_due": dollars(invoice.total_cents - invoice.paid_cents),
     }
 
 

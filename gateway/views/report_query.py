@@ -96,12 +96,13 @@ async def page_of(request: Request, report: Report, usage: UsageRepository, tena
         raise invalid(f"'limit' lies between 1 and {most}.", "limit")
     end_s = _number(request, "end_time", int(time.time()) + 1)
     start_s = await _start(request, end_s, most * WIDTH_S[width], usage, tenant_id)
-    groups = tuple(dict.fromkeys(ours for name in grouped if (ours := report.groups[name])))
+    ours: list[GroupBy | None] = [report.groups[name] for name in dict.fromkeys(grouped)]
+    groups: list[GroupBy] = [name for name in ours if name is not None]
     filters = _listed(request, "models"), _listed(request, "api_key_ids"), _listed(request, "project_ids")
     try:
         zone = check_time_zone(request.query_params.get("time_zone", "UTC"))
         page_end_s = page_end(start_s, end_s, width, zone, limit)
-        query = UsageQuery(start_s, page_end_s, width, groups, *filters, zone)
+        query = UsageQuery(start_s, page_end_s, width, tuple(groups), *filters, zone)
     except InvalidValue as error:
         raise invalid(str(error), error.field) from None
     return Page(query, _matches(request), frozenset(grouped), end_s)

@@ -27,6 +27,13 @@ _SERIES = text("SELECT kind, number FROM document_series")
 _NOTES = text("SELECT * FROM credit_note ORDER BY number")
 _NOTE_LINES = text("SELECT * FROM credit_note_line WHERE credit_note_id = :credit_note_id")
 _CREDITED = text("SELECT invoice_id, number, reference, amount_cents FROM invoice_line WHERE kind = 'credit'")
+_PAID = text("SELECT invoice_id, month_of, amount_picousd FROM invoice_payment")
+_DEBITED = text(
+    f"SELECT sum(h.spent_picousd / {_SPLIT}) AS high, sum(h.spent_picousd % {_SPLIT}) AS low"
+    " FROM request_record r JOIN wallet_hold h ON h.request_id = r.request_id AND h.attempt = r.attempt"
+    " WHERE r.tenant_id = :tenant_id AND r.finished_unix_ns >= :start_ns AND r.finished_unix_ns < :end_ns"
+    " AND h.resolved_unix_ns IS NOT NULL"
+)
 
 Key = tuple[Any, ...]
 
@@ -45,6 +52,7 @@ async def check_invoices(connection: AsyncConnection, findings: Findings) -> Non
         _check_sums(invoice, own, findings["I3"])
         await _check_ledger(connection, invoice, own, findings["I2"])
     _check_overlaps(invoices, findings["I2"])
+    await _check_payments(connection, invoices, findings)
     await _check_notes(connection, lines, findings["I3"])
     await _check_numbers(connection, findings["I3"])
 
@@ -104,6 +112,31 @@ def _check_overlaps(invoices: Sequence[Row], finding: Finding) -> None:
     for one, next_one in pairwise(by_tenant):
         if one.tenant_id == next_one.tenant_id and one.end_unix_ns > next_one.start_unix_ns:
             finding.breach(f"invoices {one.number} and {next_one.number} of {one.tenant_id} overlap")
+
+
+async def _check_payments(connection: AsyncConnection, invoices: Sequence[Row], findings: Findings) -> None:
+    """An invoice says that its payments were made; together they are no more than credit was debited for a month."""
+    shown: dict[str, int] = defaultdict(int)
+    of_month: dict[str, int] = defaultdict(int)
+    for payment in await connection.execute(_PAID):
+        shown[payment.invoice_id] += int(payment.amount_picousd)
+        of_month[payment.month_of] += int(payment.amount_picousd)
+    for invoice in invoices:
+        exact = shown[invoice.invoice_id]
+        if round(Fraction(exact, PICOUSD_A_CENT)) != invoice.paid_cents:
+            words = f"{invoice.paid_cents} cents were paid from credit, its payments are {exact} picousd"
+            findings["I3"].breach(f"invoice {invoice.number}: {words}")
+        if paid := of_month[invoice.invoice_id]:
+            debited = await _debited(connection, invoice)
+            if paid > debited:
+                words = f"{paid} picousd of its month were paid from credit, {debited} were debited"
+                findings["I2"].breach(f"invoice {invoice.number}: {words}")
+
+
+async def _debited(connection: AsyncConnection, invoice: Row) -> int:
+    within = {"tenant_id": invoice.tenant_id, "start_ns": invoice.start_unix_ns, "end_ns": invoice.end_unix_ns}
+    row = (await connection.execute(_DEBITED, within)).one()
+    return int(row.high or 0) * _SPLIT + int(row.low or 0)
 
 
 async def _check_notes(connection: AsyncConnection, lines: Mapping[tuple[str, int], Row], finding: Finding) -> None:

@@ -27,6 +27,10 @@ class CreditNoteRepository:
         query = select(CreditNote).where(CreditNote.invoice_id == invoice_id).order_by(col(CreditNote.number))
         return list((await self._session.exec(query)).all())
 
+    async def get(self, credit_note_id: str, invoice_id: str) -> CreditNote | None:
+        query = select(CreditNote).where(CreditNote.credit_note_id == credit_note_id)
+        return (await self._session.exec(query.where(CreditNote.invoice_id == invoice_id))).first()
+
     async def lines(self, credit_note_id: str) -> list[CreditNoteLine]:
         query = select(CreditNoteLine).where(CreditNoteLine.credit_note_id == credit_note_id)
         return list((await self._session.exec(query.order_by(col(CreditNoteLine.invoice_line)))).all())

@@ -24,12 +24,13 @@ from tenants.invoices.lines import (
     rounding_line,
     usage_lines,
 )
+from tenants.invoices.payments import payments_of
 from tenants.invoices.series import lock_series
 from tenants.invoices.sums import ledger_amount, ledger_groups, receipts_amount
 from tenants.periods import Period, month_named
 from tenants.repositories import RateCardRepository
 from tenants.stamps import new_id
-from tenants.tables import CreditNote, Invoice, InvoiceLine, Tenant
+from tenants.tables import CreditNote, Invoice, InvoiceLine, InvoicePayment, Tenant
 
 GRACE_NS = 3600 * 10**9  # after a month's end: what its last requests left is booked by then
 LATE_NS = 100 * 86_400 * 10**9  # corrections are looked for in months that ended since: journals are kept for 90 days
@@ -64,6 +65,7 @@ class Draft:
     invoice: Invoice
     lines: list[InvoiceLine]
     known: tuple[str, ...]
+    payments: Sequence[InvoicePayment] = ()
 
 
 class InvoiceRepository:
@@ -108,7 +110,9 @@ class InvoiceRepository:
         _check_is_over(period, order)
         invoice = _head(tenant, order, _left_of(period, known))
         recent = [each for each in known if each.end_unix_ns > period.start_unix_ns - LATE_NS]
-        return Draft(invoice, await self._sound_lines(invoice, recent), names)
+        payments = await payments_of(self._session, invoice, recent)
+        invoice.paid_cents = cents_of(sum(each.amount_picousd for each in payments))
+        return Draft(invoice, await self._sound_lines(invoice, recent), names, payments)
 
     async def keep(self, draft: Draft) -> tuple[Issued, bool]:
         """Issues it, and whether it is new: a second draft of a month gets the first one's invoice. What was booked
@@ -129,7 +133,7 @@ class InvoiceRepository:
         series.number += 1
         invoice.number = series.number
         self._session.add(series)
-        await self._insert(invoice, lines)
+        await self._insert(draft)
         return Issued(invoice, lines), True
 
     async def _sound_lines(self, invoice: Invoice, known: Sequence[Invoice]) -> list[InvoiceLine]:
@@ -188,10 +192,11 @@ class InvoiceRepository:
             )
         return found
 
-    async def _insert(self, invoice: Invoice, lines: Sequence[InvoiceLine]) -> None:
+    async def _insert(self, draft: Draft) -> None:
+        invoice = draft.invoice
         self._session.add(invoice)
         await self._session.flush()
-        self._session.add_all(lines)
+        self._session.add_all([*draft.lines, *draft.payments])
         await self._session.flush()
         told = {
             "invoice_id": invoice.invoice_id,
@@ -199,6 +204,7 @@ class InvoiceRepository:
             "period": invoice.period,
             "currency": invoice.currency,
             "total_cents": invoice.total_cents,
+            "paid_cents": invoice.paid_cents,
         }
         await emit(self._session, invoice.tenant_id, "invoice.issued", told, once=invoice.invoice_id)
 

@@ -1,19 +1,21 @@
-"""An invoice as CSV and as a page for people."""
+"""An invoice as CSV, and invoices and credit notes as pages for people."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Context, Decimal
 from zoneinfo import ZoneInfo
 
 from tenants.csv_text import csv_text
 from tenants.invoices.invoices import Issued
-from tenants.invoices.lines import number_text
+from tenants.invoices.lines import PICOUSD_PER_CENT, credit_number_text, number_text
 from tenants.page import Column, facts, page, table
 from tenants.pricing import ADAPTER_METERS, MEGABYTE, unit_of
-from tenants.tables import Invoice, InvoiceLine
+from tenants.tables import CreditNote, CreditNoteLine, Invoice, InvoiceLine
 
 _NS = 10**9
 _GB_HOUR_BYTE_SECONDS = 10**9 * 3600
 _EXACT = Context(prec=60)  # more digits than any total has
+PAID_FROM_CREDIT = "Paid from prepaid credit"
 _METER_NAMES = {
     "input_uncached_tokens": "input tokens",
     "input_cached_tokens": "cached input tokens",
@@ -41,8 +43,10 @@ def exact_usd(picousd: int) -> Decimal:
 
 
 def invoice_csv(issued: Issued) -> str:
-    """A row a line; amounts are exact, and as shown."""
-    return csv_text(_CSV_COLUMNS, (_csv_row(issued.invoice, line) for line in issued.lines))
+    """A row a line, and one of what prepaid credit has paid, if anything: amounts are exact, and as shown, and sum to
+    what is due."""
+    rows = [_csv_row(issued.invoice, line) for line in issued.lines]
+    return csv_text(_CSV_COLUMNS, [*rows, *_csv_payment(issued.invoice)])
 
 
 def invoice_page(issued: Issued) -> str:
@@ -59,6 +63,7 @@ def invoice_page(issued: Issued) -> str:
             ),
             ("Issued", _day(invoice.issued_unix_ns, zone)),
             ("Total", _money(invoice.total_cents, invoice.currency)),
+            *_paid(invoice),
         )
     )
     columns = (
@@ -69,6 +74,42 @@ def invoice_page(issued: Issued) -> str:
     total = (None, "Total", None, None, _grouped(invoice.total_cents))
     number = number_text(invoice)
     return page(f"Invoice {number}", about, table(columns, rows, total, f"Charges of {number}"), _footer(issued))
+
+
+def credit_note_page(note: CreditNote, lines: Sequence[CreditNoteLine], issued: Issued) -> str:
+    """``lines`` of a note to the invoice ``issued``, in whose words they are told."""
+    invoice, number = issued.invoice, credit_number_text(note)
+    zone, invoiced = ZoneInfo(invoice.time_zone), {line.number: line for line in issued.lines}
+    about = facts(
+        (
+            ("From", invoice.issuer),
+            ("To", f"{invoice.tenant_name} ({invoice.tenant_id})"),
+            ("Invoice", f"{number_text(invoice)} of {_day(invoice.issued_unix_ns, zone)}"),
+            ("Reason", note.reason),
+            ("Issued", _day(note.issued_unix_ns, zone)),
+            ("Total", _money(note.total_cents, note.currency)),
+        )
+    )
+    columns = (
+        *(Column("Invoice line", number=True), Column("Description", heads=True)),
+        Column(f"Amount ({note.currency})", number=True),
+    )
+    rows = [
+        (line.invoice_line, _row(invoiced[line.invoice_line], zone)[1], _grouped(line.amount_cents)) for line in lines
+    ]
+    given = table(columns, rows, (None, "Total", _grouped(note.total_cents)), f"Given back by {number}")
+    end = f"Credit note {note.credit_note_id}. The next invoice takes its total off."
+    return page(f"Credit note {number}", about, given, f"<footer><p>{end}</p></footer>")
+
+
+def _paid(invoice: Invoice) -> list[tuple[str, str]]:
+    if not invoice.paid_cents:
+        return []
+    due = invoice.total_cents - invoice.paid_cents
+    return [
+        (PAID_FROM_CREDIT, _money(invoice.paid_cents, invoice.currency)),
+        ("Due" if due >= 0 else "Owed to you", _money(abs(due), invoice.currency)),
+    ]
 
 
 def _row(line: InvoiceLine, zone: ZoneInfo) -> tuple[object, ...]:
@@ -123,6 +164,18 @@ def _csv_row(invoice: Invoice, line: InvoiceLine) -> tuple[object, ...]:
         *(line.quantity, line.unit_price_picousd, unit_of(line.meter)),
         *(line.amount_picousd, Decimal(line.amount_cents).scaleb(-2), invoice.currency),
     )
+
+
+def _csv_payment(invoice: Invoice) -> list[tuple[object, ...]]:
+    if not invoice.paid_cents:
+        return []
+    about = {"kind": "payment", "description": PAID_FROM_CREDIT.lower(), "currency": invoice.currency}
+    period = {"period_start": utc_text(invoice.start_unix_ns), "period_end": utc_text(invoice.end_unix_ns)}
+    paid = {
+        "amount_picousd": -invoice.paid_cents * PICOUSD_PER_CENT,
+        "amount": Decimal(-invoice.paid_cents).scaleb(-2),
+    }
+    return [tuple((about | period | paid).get(name) for name in _CSV_COLUMNS)]
 
 
 def utc_text(unix_ns: int) -> str:

@@ -6,7 +6,7 @@ from tenants.tables.adapter_hours import AdapterMeterHead, AdapterResidency
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
 from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.gateways import GatewayLease
-from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine
+from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine, InvoicePayment
 from tenants.tables.ledger import LedgerEntry, RateCardItem, RateCardVersion, RequestRecord
 from tenants.tables.log import AuditEvent, AuditHead, IdempotentRequest
 from tenants.tables.postings import Posting, PostingHead
@@ -35,6 +35,7 @@ __all__ = [
     "IdempotentRequest",
     "Invoice",
     "InvoiceLine",
+    "InvoicePayment",
     "JsonList",
     "LedgerEntry",
     "ObjectiveHour",

@@ -18,7 +18,8 @@ class DocumentSeries(SQLModel, table=True):
 
 
 class Invoice(SQLModel, table=True):
-    """One a tenant and month. Names and zone are as they were when it was issued."""
+    """One a tenant and month. Names and zone are as they were when it was issued. ``paid_cents`` of the total were
+    debited from prepaid credit; the rest is due (below zero: owed to the tenant)."""
 
     __tablename__ = "invoice"  # pyright: ignore[reportAssignmentType]
     __table_args__ = (UniqueConstraint("tenant_id", "period"),)
@@ -35,6 +36,18 @@ class Invoice(SQLModel, table=True):
     issuer: str = Field(max_length=MAX_TEXT)
     currency: str = Field(default="USD", max_length=3)
     total_cents: int = Field(sa_type=BigInteger)
+    paid_cents: int = Field(default=0, sa_type=BigInteger)
+
+
+class InvoicePayment(SQLModel, table=True):
+    """What an invoice says was debited from prepaid credit for the requests of one invoice's month: its own, or an
+    earlier one's that came late. Exact; the invoice shows their sum in cents."""
+
+    __tablename__ = "invoice_payment"  # pyright: ignore[reportAssignmentType]
+
+    invoice_id: str = Field(primary_key=True, foreign_key="invoice.invoice_id", max_length=28)
+    month_of: str = Field(primary_key=True, foreign_key="invoice.invoice_id", index=True, max_length=28)
+    amount_picousd: int = Field(sa_type=WideInteger)
 
 
 class InvoiceLine(SQLModel, table=True):

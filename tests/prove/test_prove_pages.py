@@ -1,5 +1,5 @@
-"""Invoices and SLO reports in a real browser: what stands there is what the JSON says, whatever the tenant is called,
-and they print to as few pages of A4 as they should. Needs a Chromium on the PATH."""
+"""Invoices, credit notes and SLO reports in a browser: what stands there is what the JSON says, whatever the tenant is
+called, and they print to as few pages of A4 as they should. Needs a Chromium on the PATH."""
 
 import random
 import re
@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.views.invoices import invoice_body
+from gateway.views.invoices import credit_note_body, invoice_body
 from tenants.invoices.invoices import Issued
 from tenants.invoices.lines import LineKey, Sums, cents_of, rounding_line, usage_lines
-from tenants.invoices.text import invoice_page
+from tenants.invoices.text import credit_note_page, invoice_page
 from tenants.pricing import ADAPTER_METERS, DEFAULT_PRICES, METERS, unit_of
 from tenants.slo.objectives import SLIS
 from tenants.slo.page import html
 from tenants.slo.report import Attainment, Latency, Row, Tokens
-from tenants.tables import Invoice
+from tenants.tables import CreditNote, CreditNoteLine, Invoice
 from tests.invoicing import instant
 from tests.slo_reports import report, row
 
@@ -153,6 +153,35 @@ def test_a_usual_invoice_prints_to_one_page_of_a4_and_a_long_one_to_no_more_than
     tmp_path: Path, case: str, num_pages: int
 ):
     assert printed_pages(tmp_path, invoice_page(invoice_of(*CASES[case]))) == num_pages
+
+
+@pytest.mark.parametrize("case", ["one", "many", "hostile name"])
+def test_the_numbers_of_a_credit_note_are_those_of_its_json(tmp_path: Path, case: str):
+    issued = invoice_of(*CASES[case])
+    lines = [
+        CreditNoteLine(credit_note_id="crn_0", invoice_line=line.number, amount_cents=line.amount_cents // 2 + 1)
+        for line in issued.lines[::3]
+    ]
+    note = CreditNote(
+        credit_note_id="crn_0",
+        number=7,
+        invoice_id="inv_0",
+        tenant_id="ten_0",
+        reason=HOSTILE,
+        issued_unix_ns=END,
+        currency="USD",
+        total_cents=sum(line.amount_cents for line in lines),
+    )
+
+    page = Cells(chromium(tmp_path, "--dump-dom", saved(tmp_path, credit_note_page(note, lines, issued))))
+
+    body = msgspec.to_builtins(credit_note_body(note, lines))
+    wanted = [(str(line["invoice_line"]), Decimal(line["amount"])) for line in body["lines"]]
+    rows = [(row[0], number(row[2])) for row in page.rows if len(row) == 3]
+    assert rows == [*wanted, ("", Decimal(body["total"]))]
+    assert page.title == "Credit note CN-000007"
+    assert not page.tags & {"script", "img"}
+    assert page.facts[3] == HOSTILE.replace(chr(0x202E), chr(0xFFFD))
 
 
 def row_of(model: str, seed: int) -> Row:

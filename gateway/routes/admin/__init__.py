@@ -16,6 +16,7 @@ from gateway.routes.admin.machines import Machines
 from gateway.routes.admin.money import Money
 from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
+from gateway.routes.admin.rollups import Rollups
 from gateway.routes.admin.slo import SloObjectives, SloReports
 from gateway.routes.admin.tenants import Tenants
 from gateway.routes.admin.usage_reports import UsageReports
@@ -26,6 +27,6 @@ def admin_routes() -> Router:
     """Everything under /admin/v1."""
     handlers = [
         *(Tenants, Credit, TenantKeys, Keys, Operators, Audit, Machines),
-        *(Money, RateCards, Invoices, Exports, Webhooks, SloObjectives, SloReports, CostReport, UsageReports),
+        *(Money, RateCards, Invoices, Exports, Webhooks, SloObjectives, SloReports, CostReport, UsageReports, Rollups),
     ]
     return Router("/admin/v1", route_handlers=handlers)

@@ -14,6 +14,8 @@ from gateway.errors import ApiError
 from gateway.views.documents import format_of
 from gateway.views.invoices import (
     INVOICE_FORMATS,
+    NOTE_FORMATS,
+    credit_note_answer,
     credit_note_body,
     focus_answer,
     invoice_answer,
@@ -107,6 +109,19 @@ class Invoices(Controller):
                 for note in await notes.list_of(invoice_id)
             ]
         return listed([msgspec.to_builtins(body) for body in bodies])
+
+    @get("/{invoice_id:str}/credit-notes/{credit_note_id:str}", guards=[needs("billing")])
+    async def credit_note(
+        self, request: Request, state: State, invoice_id: FromPath[str], credit_note_id: FromPath[str]
+    ) -> Response[Any]:
+        """As ``format`` says: json or html."""
+        wanted = format_of(request, *NOTE_FORMATS)
+        async with session_of(state) as session:
+            issued = await _invoice(session, invoice_id)
+            notes = CreditNoteRepository(session)
+            note = found(await notes.get(credit_note_id, invoice_id), f"no credit note {credit_note_id}")
+            lines = await notes.lines(credit_note_id)
+        return credit_note_answer(note, lines, issued, wanted)
 
     @post("/{invoice_id:str}/credit-notes", guards=[needs("admin")])
     async def give_back(self, request: Request, invoice_id: FromPath[str], data: JSONBody[NewCreditNote]) -> Body:

@@ -18,7 +18,7 @@ def publish(http, name: str, folder, seed: int) -> None:
 
 
 def test_a_version_on_the_device_is_metered_and_one_that_nobody_uses_is_not(house: House, tmp_path):
-    key = house.new_tenant("metered")
+    key = house.new_tenant("adapters-metered")
     with house.http(key) as http:
         for seed, name in enumerate(("used", "unused"), 71):
             publish(http, name, tmp_path / name, seed)

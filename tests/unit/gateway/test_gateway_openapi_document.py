@@ -51,6 +51,21 @@ def test_every_parameter_of_a_path_is_described():
         assert {part[1:-1] for part in path.split("/") if part.startswith("{")} == named
 
 
+def test_an_operation_that_can_answer_in_other_formats_says_so_with_their_media_types():
+    types = {"json": "application/json", "csv": "text/csv", "html": "text/html"}
+    told = {}
+    for (_, path), operation in each_operation():
+        for parameter in operation.get("parameters", []):
+            if parameter["name"] == "format":
+                told[path] = (
+                    set(operation["responses"]["200"]["content"]),
+                    {types[name] for name in parameter["schema"]["enum"]},
+                )
+
+    assert {"/v1/organization/slo", "/v1/organization/invoices/{invoice_id}"} <= set(told)
+    assert all(answered == asked for answered, asked in told.values())
+
+
 def test_every_way_to_fail_is_told_by_some_operation():
     told = {code for operation in OPERATIONS for code in operation.refusals}
 

@@ -62,6 +62,7 @@ def samples(
         ("DELETE", "/keys/{key_id}"): lambda: (f"/keys/{key()}", {}),
         ("POST", "/keys/{key_id}/rotate"): lambda: (f"/keys/{key()}/rotate", {}),
         ("PATCH", "/keys/{key_id}/limits"): lambda: (f"/keys/{key()}/limits", {"tokens_per_minute": 9}),
+        ("POST", "/rollups/rebuild"): lambda: ("/rollups/rebuild", None),
         ("POST", "/operators"): lambda: ("/operators", {"name": "walked"}),
         ("POST", "/operators/{key_id}/rotate"): lambda: (f"/operators/{operator()}/rotate", {}),
         ("DELETE", "/operators/{key_id}"): lambda: (f"/operators/{operator()}", {}),

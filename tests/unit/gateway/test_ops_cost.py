@@ -9,6 +9,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from ops_client import client_of, error_of, within
+from sqlmodel import update
 
 from gateway.cli import main
 from tenants import replica_times
@@ -17,7 +18,7 @@ from tenants.ledger import Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
 from tenants.replica_times import ReplicaSpan
-from tenants.tables import LedgerEntry
+from tenants.tables import LedgerEntry, UsageRollup
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 NOW_S = int(time.time())
@@ -224,3 +225,27 @@ def test_the_command_line_shows_everybodys_usage_and_charges_with_an_operators_k
     assert {"ten_a", "ten_b"} <= set(used.output.split())
     rows = [row for bucket in json.loads(charged.output)["data"] for row in bucket["results"]]
     assert {row["project_id"] for row in rows} == {"ten_a", "ten_b"}
+
+
+def test_sums_that_somebody_changed_are_found_and_made_anew(server: OpsServer, ops: httpx.Client):
+    where = ["--home", str(server.home), "--ops-url", server.url]
+    sound = CliRunner().invoke(main, ["sums", "check", *where])
+    asyncio.run(spoil(server.settings.database_url))
+    spoilt = CliRunner().invoke(main, ["sums", "check", *where])
+    rebuilt = CliRunner().invoke(main, ["sums", "rebuild", "--json", *where])
+
+    assert (sound.exit_code, spoilt.exit_code, rebuilt.exit_code) == (0, 1, 0)
+    assert "`tenora sums rebuild`" in spoilt.output
+    assert json.loads(rebuilt.output)["num_differences"] == 0
+    event = ops.get("/audit").json()["data"][-1]
+    assert (event["action"], event["before"]["num_differences"] > 0) == ("rollups.rebuild", True)
+
+
+async def spoil(url: str) -> None:
+    database = Database(url)
+    await database.start()
+    try:
+        async with database.transaction() as session:
+            await session.exec(update(UsageRollup).values(output_tokens=UsageRollup.output_tokens + 1))
+    finally:
+        await database.close()

@@ -114,6 +114,7 @@ def test_what_is_given_back_is_taken_off_the_next_invoice(server: OpsServer, ops
     assert (note.status_code, note.json()["total"], note.json()["reason"]) == (201, "0.25", "outage")
     assert error_of(too_much) == (400, None, "lines")
     assert ops.get(path).json()["data"] == [note.json()]
+    assert ops.get(f"{path}/{note.json()['id']}").json() == note.json()
     assert [(each["kind"], each["amount"], each["reference"]) for each in following["lines"]] == [
         ("credit", "-0.25", note.json()["id"]),
         ("rounding", "0.00", None),
@@ -137,7 +138,23 @@ def test_invoices_from_the_command_line(server: OpsServer, ops: httpx.Client, tm
     assert tenora("invoice", "show", invoice["id"], "--format", "focus").startswith("BilledCost,")
     tenora("invoice", "show", invoice["id"], "--format", "html", "--output", str(tmp_path / "out.html"))
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
-    assert "outage" in tenora("invoice", "credit", invoice["id"], "--reason", "outage")
+    note = json.loads(tenora("invoice", "credit", invoice["id"], "--reason", "<outage>", "--json"))
+    tenora("invoice", "note", invoice["id"], note["id"], "--output", str(tmp_path / "note.html"))
+    page = (tmp_path / "note.html").read_text()
+    assert f"<h1>Credit note {note['number']}</h1>" in page
+    assert "<dd>&lt;outage&gt;</dd>" in page
+    assert f">{note['total']}</td>" in page
+    assert json.loads(tenora("invoice", "note", invoice["id"], note["id"], "--json")) == note
+
+
+def test_a_credit_note_is_shown_beside_its_own_invoice_only(server: OpsServer, ops: httpx.Client):
+    tenant_id = charged_tenant(server, ops, "credited twice")
+    one, other = (ops.post("/invoices", json={"tenant": tenant_id, "period": f"2026-0{n}"}).json() for n in (1, 2))
+    note = ops.post(f"/invoices/{one['id']}/credit-notes", json={"reason": "outage"}).json()
+
+    assert ops.get(f"/invoices/{one['id']}/credit-notes/{note['id']}").status_code == 200
+    assert ops.get(f"/invoices/{other['id']}/credit-notes/{note['id']}").status_code == 404
+    assert error_of(ops.get(f"/invoices/{one['id']}/credit-notes/{note['id']}?format=csv")) == (400, None, "format")
 
 
 def test_a_tenant_sees_its_own_invoices_and_nobody_elses(house: House):

@@ -159,6 +159,24 @@ def test_a_planted_difference_is_found_and_a_rebuild_takes_it_away(with_database
     with_database(body)
 
 
+def test_days_whose_records_are_gone_keep_their_sums_through_a_check_and_a_rebuild(with_database):
+    rng = random.Random(7)
+    requests = [random_request(rng, number) for number in range(60)]
+
+    async def body(database):
+        await post(database, *requests)
+        async with database.transaction() as session:
+            minute = (await session.exec(select(UsageRollup).where(UsageRollup.width_s == 60))).first()
+            session.add(UsageRollup(**minute.model_dump() | {"start_s": START_S - DAY_S}))
+        written = await rollups_of(database)
+        async with database.transaction() as session:
+            assert await differences(session) == 0
+            await rebuild(session)
+        assert await rollups_of(database) == written
+
+    with_database(body)
+
+
 def test_an_upgrade_sums_up_and_numbers_what_is_booked_already(unmigrated_url):
     rng = random.Random(4)
     requests = [random_request(rng, number, attempt) for number in range(60) for attempt in range(2)]
