@@ -33,7 +33,7 @@ from tenants.database import Database
 from tenants.ledger import Fold, Ledger, SettledRequest
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
-from tenants.slo.objectives import Objective
+from tenants.slo.objectives import Objective, Sli
 from tenants.slo.repository import ObjectiveRepository
 from tenants.slo.sums import SloFold
 
@@ -42,6 +42,7 @@ CARDS = {"rc_1": RateCard("rc_1", 1, 0, default_prices())}
 TARGET = 20_000
 KINDS = ("sqlite", "postgresql")
 ROUNDS, MS = 5, 10**6
+LIMITS_NS: dict[Sli, int] = {"availability": 0, "ttft": 500 * MS, "tpot": 14 * MS, "e2e": 1000 * MS}
 START_NS = 1_900_000_000 * 10**9
 
 
@@ -110,7 +111,7 @@ async def promise(url: str) -> None:
     await database.start()
     async with database.transaction() as session:
         for tenant in range(100):
-            for sli, limit_ns in (("availability", 0), ("ttft", 500 * MS), ("tpot", 14 * MS), ("e2e", 1000 * MS)):
+            for sli, limit_ns in LIMITS_NS.items():
                 own = f"slo_{tenant}_{sli}", f"ten_{tenant:024x}"
                 promised = Objective(*own, "*", "*", sli, 1, 0, limit_ns, 950_000, 30, sli)
                 ObjectiveRepository(session).add([promised], 0)

@@ -16,23 +16,28 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from gateway.views.slo import answer
 from ops.bench.ledger import KINDS, RESULTS, empty_database
 from tenants.database import Database
 from tenants.ledger import Booked, SettledRequest
-from tenants.meter import RequestContext
-from tenants.slo.objectives import Objective
+from tenants.meter import FlowClass, RequestContext
+from tenants.slo.objectives import Objective, Sli
 from tenants.slo.refusals import Refusal, write_refusals
 from tenants.slo.repository import ObjectiveRepository
 from tenants.slo.sums import SloFold
 from tenants.tables import Tenant
 
-MODELS, CLASSES = ("alpha", "beta", "gamma"), ("interactive", "standard", "batch")
+MODELS, CLASSES = ("alpha", "beta", "gamma"), get_args(FlowClass)
 START_S = int(datetime(2030, 3, 1, tzinfo=UTC).timestamp())
 DAY_S, MS = 86_400, 10**6
-PROMISED = {"availability": (0, 999_000), "ttft": (500, 950_000), "tpot": (14, 950_000), "e2e": (6000, 990_000)}
+PROMISED: dict[Sli, tuple[int, int]] = {
+    "availability": (0, 999_000),
+    "ttft": (500, 950_000),
+    "tpot": (14, 950_000),
+    "e2e": (6000, 990_000),
+}
 TICK_S = 0.005
 
 
@@ -53,7 +58,7 @@ def requests(rng: random.Random, start_s: int, end_s: int, a_minute: int) -> Ite
                     yield Booked(_request(rng, second, model, name), ())
 
 
-def _request(rng: random.Random, second: int, model: str, name: str) -> SettledRequest:
+def _request(rng: random.Random, second: int, model: str, name: FlowClass) -> SettledRequest:
     context = RequestContext(
         tenant_id="ten_a",
         key_id="key_1",

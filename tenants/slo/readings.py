@@ -134,7 +134,8 @@ class Readings:
         minutes: Table = RefusalMinute.__table__  # pyright: ignore[reportAttributeAccessIssue]
         keys = (parts.c.start_s, *(minutes.c[name] for name in ("model", "flow_class", "status", "reason")))
         joined = parts.join(minutes, self._within(minutes, parts), isouter=True)
-        query = select(*keys, func.sum(minutes.c.num_requests)).select_from(joined).group_by(*keys)
+        columns: tuple[Any, ...] = (*keys, func.sum(minutes.c.num_requests))
+        query = select(*columns).select_from(joined).group_by(*keys)
         return [
             Refused(start_s, model, flow_class, reason, judge_refusal(status, reason, {}), int(num_requests))
             for start_s, model, flow_class, status, reason, num_requests in await self._session.exec(query)
