@@ -60,7 +60,7 @@ class Stream:
     def run(self, url: str, key: str) -> None:
         """Asks, and asks again while it is refused: a loaded machine's store may be too slow for one."""
         headers = {"authorization": f"Bearer {key}", "x-request-id": self.label}
-        with httpx.Client(timeout=120, base_url=url, headers=headers) as http:
+        with plain.client(timeout=120, base_url=url, headers=headers) as http:
             for _ in range(TRIES):
                 self._ask(http)
                 if self.status != 503:
