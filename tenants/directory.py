@@ -307,6 +307,7 @@ def _budget(key: ApiKey, tenant: Tenant) -> Budget:
         tenant_stamp=tenant.changed_unix_ns,
         key_stamp=key.changed_unix_ns,
         time_zone=tenant.time_zone,
+        anchor_day=tenant.billing_anchor_day,
         is_prepaid=tenant.is_prepaid,
     )
 

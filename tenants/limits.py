@@ -5,6 +5,7 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from tenants.errors import InvalidValue
+from tenants.periods import LAST_ANCHOR_DAY
 from tenants.quota.budgets import ScopeKind
 from tenants.quota.quota import Limits
 from tenants.tables import MAX_NAME_LENGTH, ApiKey, Tenant
@@ -103,6 +104,11 @@ def check_time_zone(name: str) -> ZoneInfo:
         return ZoneInfo(name)
     except (ValueError, OSError, KeyError) as error:
         raise InvalidValue("time_zone", f"{name!r} is no IANA time zone") from error
+
+
+def check_anchor_day(day: int) -> None:
+    """Raises InvalidValue."""
+    _check_integer("billing_anchor_day", day, 1, LAST_ANCHOR_DAY)
 
 
 def check_expiry(expires_unix_ns: int | None, now_unix_ns: int) -> None:

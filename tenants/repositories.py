@@ -22,6 +22,7 @@ from tenants.limits import (
     KEY_SCOPES,
     OPERATOR_SCOPES,
     TENANT_LIMITS,
+    check_anchor_day,
     check_choice,
     check_name,
     check_time_zone,
@@ -123,6 +124,11 @@ class TenantRepository:
         """The zone of its days and months. Raises NotFound, InvalidValue."""
         check_time_zone(time_zone)
         return await self._change(tenant_id, lambda tenant: setattr(tenant, "time_zone", time_zone))
+
+    async def set_billing_anchor_day(self, tenant_id: str, day: int) -> Tenant:
+        """Its months begin on that day, or on their last where they are shorter. Raises NotFound, InvalidValue."""
+        check_anchor_day(day)
+        return await self._change(tenant_id, lambda tenant: setattr(tenant, "billing_anchor_day", day))
 
     async def set_billing_reference(self, tenant_id: str, reference: str | None) -> Tenant:
         """What the operator's billing system calls it; None: nothing. Raises NotFound, InvalidValue."""

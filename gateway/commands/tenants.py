@@ -16,7 +16,7 @@ CREDIT = {
     "free_picousd": "FREE",
 }
 TENANT = {"id": "ID", "name": "NAME", "status": "STATUS", "time_zone": "TIME ZONE"}
-_OWN = ("name", "time_zone", "status", "billing_reference")
+_OWN = ("name", "time_zone", "billing_anchor_day", "status", "billing_reference")
 
 
 @click.group("tenant")
@@ -27,10 +27,13 @@ def tenant() -> None:
 @tenant.command("create")
 @click.argument("name")
 @click.option("--time-zone", default="UTC", show_default=True)
+@click.option(
+    "--billing-anchor-day", type=click.IntRange(1, 31), default=1, show_default=True, help="Months begin on it."
+)
 @ops_options
-def tenant_create(name: str, time_zone: str, as_json: bool, **where: Any) -> None:
+def tenant_create(name: str, time_zone: str, billing_anchor_day: int, as_json: bool, **where: Any) -> None:
     """Make a tenant."""
-    body = {"name": name, "time_zone": time_zone}
+    body = {"name": name, "time_zone": time_zone, "billing_anchor_day": billing_anchor_day}
     show(ops_api(**where).call("POST", "/tenants", json=body), as_json, TENANT)
 
 
@@ -50,7 +53,7 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
     if as_json:
         show(found, as_json, {})
         return
-    own = {field: found[field] for field in (*TENANT, "billing_reference")}
+    own = {field: found[field] for field in (*TENANT, "billing_anchor_day", "billing_reference")}
     for field, value in (own | found["limits"]).items():
         click.echo(f"{field:32}{cell(value)}")
 
@@ -60,8 +63,8 @@ def tenant_show(name: str, as_json: bool, **where: Any) -> None:
 @click.argument("changes", nargs=-1, required=True, metavar="FIELD=VALUE...")
 @ops_options
 def tenant_set(name: str, changes: tuple[str, ...], as_json: bool, **where: Any) -> None:
-    """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone, status or
-    billing_reference (what Stripe calls it, for `tenora export`)."""
+    """Change limits (requests_per_minute=60, concurrent_requests=none, …), name, time_zone, status,
+    billing_anchor_day (1-31: its months begin on it) or billing_reference (Stripe's name, for `tenora export`)."""
     fields = dict(map(parse_change, changes))
     if (alerts := fields.get("spend_alerts")) is not None:
         fields["spend_alerts"] = _percentages(alerts)

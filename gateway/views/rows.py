@@ -19,6 +19,7 @@ def tenant_body(tenant: Tenant) -> Body:
         "name": tenant.name,
         "status": tenant.status,
         "time_zone": tenant.time_zone,
+        "billing_anchor_day": tenant.billing_anchor_day,
         "billing_reference": tenant.billing_reference,
         "created_at": tenant.created_unix_ns // _NS,
         "limits": limits_of(tenant, TENANT_LIMITS),

@@ -215,7 +215,7 @@ class InvoiceRepository:
 
 def _period_of(tenant: Tenant, text: str) -> Period:
     try:
-        return month_named(text, ZoneInfo(tenant.time_zone))
+        return month_named(text, ZoneInfo(tenant.time_zone), tenant.billing_anchor_day)
     except ValueError as error:
         raise InvalidValue("period", f"is YYYY-MM, or the month's first day: {error}") from None
 

@@ -40,7 +40,7 @@ class AlertFold:
 async def _alert_of_budget(session: AsyncSession, tenant: Tenant, spent: Sequence[tuple[int, int]]) -> None:
     limit = tenant.spend_limit_picousd_per_month
     assert limit is not None
-    periods = {unix_ns: period_of(unix_ns, tenant.time_zone, 1) for unix_ns, _ in spent}
+    periods = {unix_ns: period_of(unix_ns, tenant.time_zone, tenant.billing_anchor_day) for unix_ns, _ in spent}
     for period in sorted(set(periods.values()), key=lambda each: each.start_unix_ns):
         more = sum(picousd for unix_ns, picousd in spent if periods[unix_ns] == period)
         window = Window(f"tenant@{period.label}", limit, tenant.changed_unix_ns, period)

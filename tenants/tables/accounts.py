@@ -24,6 +24,7 @@ class Tenant(SQLModel, table=True):
     name: str = Field(max_length=MAX_NAME_LENGTH, unique=True)
     status: str = Field(default="active", max_length=16)
     time_zone: str = Field(default="UTC", max_length=64)
+    billing_anchor_day: int = Field(default=1, sa_type=BigInteger)
     billing_reference: str | None = Field(default=None, max_length=64)
     created_unix_ns: int = Field(sa_type=BigInteger)
     changed_unix_ns: int = Field(sa_type=BigInteger, index=True)

@@ -22,6 +22,7 @@ from tenants.tables import Tenant
 class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     time_zone: str = "UTC"
+    billing_anchor_day: int = 1
     limits: dict[str, Any] = {}
 
 
@@ -31,6 +32,7 @@ class TenantChanges(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     status: Literal["active", "suspended"] | None = None
     time_zone: str | None = None
+    billing_anchor_day: int | None = None
     billing_reference: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -46,7 +48,9 @@ class Tenants(Controller):
     @post(guards=[needs("admin")])
     async def create(self, request: Request, data: JSONBody[NewTenant]) -> Body:
         async def work(session) -> tuple[Body, Change]:
-            tenant = await TenantRepository(session).create(data.name, data.time_zone, data.limits)
+            tenants = TenantRepository(session)
+            tenant = await tenants.create(data.name, data.time_zone, data.limits)
+            await tenants.set_billing_anchor_day(tenant.tenant_id, data.billing_anchor_day)
             return _changed("tenant.create", tenant, None)
 
         return await change(request, work)
@@ -57,7 +61,7 @@ class Tenants(Controller):
 
     @patch("/{tenant_id:str}", guards=[needs("admin")])
     async def change(self, request: Request, tenant_id: FromPath[str], data: JSONBody[TenantChanges]) -> Body:
-        """Its name, status, zone, billing reference. A suspended tenant's running requests end at their next step."""
+        """Name, status, calendar, billing reference. A suspended tenant's running requests end at their next step."""
 
         async def work(session) -> tuple[Body, Change]:
             tenants = TenantRepository(session)
@@ -69,6 +73,8 @@ class Tenants(Controller):
                 await tenants.set_status(tenant_id, data.status)
             if data.time_zone is not None:
                 await tenants.set_time_zone(tenant_id, data.time_zone)
+            if data.billing_anchor_day is not None:
+                await tenants.set_billing_anchor_day(tenant_id, data.billing_anchor_day)
             if data.billing_reference is not msgspec.UNSET:
                 await tenants.set_billing_reference(tenant_id, data.billing_reference)
             return _changed("tenant.change", tenant, before)

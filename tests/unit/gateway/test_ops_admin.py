@@ -109,6 +109,7 @@ def test_a_tenant_is_made_listed_and_shown(ops: httpx.Client) -> None:
         ({"name": "acme"}, (409, "name_taken", "name")),
         ({"name": ""}, (400, None, "name")),
         ({"name": "n", "time_zone": "Mars/Olympus"}, (400, None, "time_zone")),
+        ({"name": "n", "billing_anchor_day": 32}, (400, None, "billing_anchor_day")),
         ({"name": "n", "limits": {"weight": 0}}, (400, None, "weight")),
         ({"name": "n", "limits": {"unheard_of": 1}}, (400, None, "unheard_of")),
         ({"name": 5}, (400, None, "name")),

@@ -45,10 +45,11 @@ def test_a_tenant_and_its_keys_from_birth_to_suspension(server: OpsServer) -> No
     assert tenant["name"] == "globex"
 
     changed = ask(
-        server, "tenant", "set", "globex", "requests_per_minute=60", "max_class=batch", "time_zone=Asia/Tokyo"
-    )
+        server, "tenant", "set", "globex",
+        *("requests_per_minute=60", "max_class=batch", "time_zone=Asia/Tokyo", "billing_anchor_day=31"),
+    )  # fmt: skip
     assert (changed["limits"]["requests_per_minute"], changed["limits"]["max_class"]) == (60, "batch")
-    assert changed["time_zone"] == "Asia/Tokyo"
+    assert (changed["time_zone"], changed["billing_anchor_day"]) == ("Asia/Tokyo", 31)
     assert (
         ask(server, "tenant", "set", tenant["id"], "requests_per_minute=none")["limits"]["requests_per_minute"] is None
     )

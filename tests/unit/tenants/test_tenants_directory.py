@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from datetime import UTC, datetime
 
 import pytest
 from redis.asyncio import Redis
@@ -82,6 +83,23 @@ def test_a_good_key_gives_its_tenant_and_both_sets_of_limits(in_world):
         )
         assert (principal.limits, principal.key_limits) == (Limits(tokens_per_minute=100), Limits())
         assert principal.adapter_limits.max_adapter_rank == 64
+
+    in_world(scenario)
+
+
+def test_what_a_key_may_spend_counts_in_months_of_its_tenants_own_calendar(in_world):
+    async def scenario(world):
+        async with world.database.transaction() as session:
+            tenants = TenantRepository(session)
+            await tenants.set_limits(world.tenant.tenant_id, {"spend_limit_picousd_per_month": 1})
+            await tenants.set_time_zone(world.tenant.tenant_id, "Asia/Tokyo")
+            await tenants.set_billing_anchor_day(world.tenant.tenant_id, 31)
+        await bump_epoch(world.redis)
+        await world.becomes(lambda: world.directory.authenticate(world.key.text).budget.anchor_day == 31)
+        budget = world.directory.authenticate(world.key.text).budget
+        first_minute = int(datetime(2028, 2, 28, 15, 0, tzinfo=UTC).timestamp()) * 10**9  # 2028-02-29 in Tokyo
+        names = [budget.windows("k", "m", "", at)[0].name for at in (first_minute - 1, first_minute)]
+        assert names == ["tenant@2028-01-31", "tenant@2028-02-29"]
 
     in_world(scenario)
 

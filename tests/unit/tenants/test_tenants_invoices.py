@@ -316,6 +316,32 @@ def test_months_follow_one_another_when_a_tenant_moves_to_another_zone(with_data
     with_database(body)
 
 
+def test_months_follow_one_another_when_they_begin_on_another_day(with_database):
+    async def body(database):
+        tenant, card = await make_tenant(database), await publish(database)
+        start, end = instant("2026-10-01"), instant("2027-03-01")
+        await book(database, *(request(tenant, card, at) for at in range(start, end, 5 * HOUR)))
+        months = []
+        for day, month in [
+            *((1, "2026-10"), (15, "2026-10"), (15, "2026-11"), (31, "2026-11"), (31, "2026-12"), (31, "2027-01")),
+            (1, "2027-02"),
+        ]:
+            async with database.transaction() as session:
+                await TenantRepository(session).set_billing_anchor_day(tenant, day)
+            months.append(await issue(database, tenant, month))
+
+        begins = [each.invoice.start_unix_ns for each in months]
+        days = ("2026-10-01", "2026-11-01", "2026-11-15", "2026-12-15", "2026-12-31", "2027-01-31", "2027-02-28")
+        assert begins == list(map(instant, days))
+        assert [each.invoice.end_unix_ns for each in months] == [*begins[1:], end]
+        assert not any(by_kind(each, "correction") for each in months)
+        assert exact(line for each in months for line in by_kind(each, "usage")) == sum(
+            entry.amount_picousd for entry in await ledger(database, tenant)
+        )
+
+    with_database(body)
+
+
 # ── credit notes ─────────────────────────────────────────────────────────────────────────────────
 
 

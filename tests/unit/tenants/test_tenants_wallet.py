@@ -212,6 +212,18 @@ def test_an_alert_comes_where_the_booked_spend_passes_a_threshold_once_a_month(w
     with_database(body)
 
 
+def test_the_months_of_alerts_begin_on_the_tenants_own_day(with_database):
+    async def body(database):
+        tenant_id = await prepaid(database, 0, spend_limit_picousd_per_month=2 * PRICE, spend_alerts=[50])
+        async with database.transaction() as session:
+            await TenantRepository(session).set_billing_anchor_day(tenant_id, 31)
+        await book(database, record(0, tenant_id))
+        (alert,) = await events(database, "budget.alert")
+        assert (alert["period"], alert["spent_picousd"]) == ("2026-12-31", PRICE)
+
+    with_database(body)
+
+
 def test_a_limit_that_is_set_in_mid_month_alerts_of_what_was_spent_before(with_database):
     async def body(database):
         tenant_id = await prepaid(database, 0)
