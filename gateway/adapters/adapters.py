@@ -109,7 +109,7 @@ class Adapters:
             async with self.database.transaction() as session:
                 repository = AdapterRepository(session)
                 version = await repository.publish(tenant_id, candidate.name, fields, candidate.expected_version)
-                await emit(session, tenant_id, "adapter.ready", _told(version))
+                await emit(session, tenant_id, "adapter.ready", told(version))
                 if await asyncio.to_thread(self.blobs.path, tenant_id, fields.sha256) is None:
                     raise FileNotFoundError(fields.sha256)
                 return version
@@ -239,8 +239,8 @@ def not_found(name: str) -> ApiError:
     return ApiError(f"The adapter `{name}` does not exist.", code="not_found", param="name")
 
 
-def _told(version: AdapterVersion) -> dict[str, Any]:
-    """What an event says of a version."""
+def told(version: AdapterVersion) -> dict[str, Any]:
+    """What events say of a version, and answers with more."""
     return {
         "id": version.adapter_version_id,
         "name": version.name,

@@ -7,7 +7,7 @@ from litestar import Request, Response, delete, get, post, put
 from litestar.params import FromPath
 
 from gateway.access import needs
-from gateway.adapters.adapters import Candidate, not_found
+from gateway.adapters.adapters import Candidate, not_found, told
 from gateway.adapters.check import disk_may_be_full
 from gateway.adapters.upload import CONFIG, FILES, WEIGHTS, read_file, read_upload
 from gateway.call import call_of
@@ -147,12 +147,7 @@ def _version(version: AdapterVersion) -> AdapterBody:
 
 
 def _facts(version: AdapterVersion) -> dict[str, Any]:
-    return {
-        "id": version.adapter_version_id,
-        "name": version.name,
-        "version": version.version,
-        "sha256": version.sha256,
-        "base_model": version.base_model,
+    return told(version) | {
         "lora_rank": version.lora_rank,
         "target_modules": version.target_modules,
         "num_pairs_bound": version.num_pairs,

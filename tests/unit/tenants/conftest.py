@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from redis.asyncio import Redis
@@ -63,22 +64,31 @@ def unmigrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[s
     postgres.drop_database(name)
 
 
+Body: TypeAlias = Callable[[Database], Coroutine[Any, Any, Any]]
+
+
+def run_on(url: str, body: Body) -> Any:
+    """``body(database)`` on a loop of its own."""
+
+    async def main() -> Any:
+        database = Database(url)
+        await database.start()
+        try:
+            return await body(database)
+        finally:
+            await database.close()
+
+    return asyncio.run(main())
+
+
 @pytest.fixture
-def with_database(database_url: str) -> Callable[[Callable[[Database], Coroutine[Any, Any, Any]]], Any]:
-    """Runs ``body(database)`` on a loop of its own."""
+def with_database(database_url: str) -> Callable[[Body], Any]:
+    return partial(run_on, database_url)
 
-    def run(body: Callable[[Database], Coroutine[Any, Any, Any]]) -> Any:
-        async def main() -> Any:
-            database = Database(database_url)
-            await database.start()
-            try:
-                return await body(database)
-            finally:
-                await database.close()
 
-        return asyncio.run(main())
-
-    return run
+@pytest.fixture
+def with_unmigrated(unmigrated_url: str) -> Callable[[Body], Any]:
+    return partial(run_on, unmigrated_url)
 
 
 @pytest.fixture(scope="module")

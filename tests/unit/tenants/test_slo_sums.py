@@ -1,6 +1,5 @@
 """Sums against a recount of the raw requests, in any order, on both databases."""
 
-import asyncio
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -11,7 +10,6 @@ from sqlalchemy import text
 from sqlmodel import select
 
 import migrations
-from tenants.database import Database
 from tenants.ledger import Ledger
 from tenants.slo.histogram import merged
 from tenants.slo.minutes import decode_minutes
@@ -266,20 +264,9 @@ def test_results_are_told_once_their_transaction_is_committed(with_database):
     assert sorted(told) == [("smollm2", "standard", "availability", True), ("smollm2", "standard", "ttft", False)]
 
 
-def test_an_upgrade_keeps_what_was_summed_by_minute(unmigrated_url):
+def test_an_upgrade_keeps_what_was_summed_by_minute(unmigrated_url, with_unmigrated):
     """The rows as they were kept before, made from what is kept now."""
     requests = list(traffic(9, 80))
-
-    def on(action):
-        async def run():
-            database = Database(unmigrated_url)
-            await database.start()
-            try:
-                return await action(database)
-            finally:
-                await database.close()
-
-        return asyncio.run(run())
 
     async def written(database):
         return [await sums_of(database, width_s) for width_s in WIDTHS_S], await counted_by_version(database)
@@ -303,13 +290,13 @@ def test_an_upgrade_keeps_what_was_summed_by_minute(unmigrated_url):
                 )
 
     migrations.upgrade(unmigrated_url)
-    before = on(write)
+    before = with_unmigrated(write)
     minutes = before[0][-1]
     migrations.downgrade(unmigrated_url, "replica_hours")
-    on(write_old_rows)
+    with_unmigrated(write_old_rows)
     migrations.upgrade(unmigrated_url)
 
-    assert on(written) == before
+    assert with_unmigrated(written) == before
 
 
 _OLD_SAMPLES = "INSERT INTO latency_minute VALUES ('ten_a', :minute_s, :model, :flow_class, :sums)"

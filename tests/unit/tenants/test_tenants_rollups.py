@@ -177,30 +177,19 @@ def test_days_whose_records_are_gone_keep_their_sums_through_a_check_and_a_rebui
     with_database(body)
 
 
-def test_an_upgrade_sums_up_and_numbers_what_is_booked_already(unmigrated_url):
+def test_an_upgrade_sums_up_and_numbers_what_is_booked_already(unmigrated_url, with_unmigrated):
     rng = random.Random(4)
     requests = [random_request(rng, number, attempt) for number in range(60) for attempt in range(2)]
 
-    def on(action):
-        async def run():
-            database = Database(unmigrated_url)
-            await database.start()
-            try:
-                return await action(database)
-            finally:
-                await database.close()
-
-        return asyncio.run(run())
-
     migrations.upgrade(unmigrated_url)
-    on(lambda database: post(database, *requests))
-    written = on(rollups_of)
+    with_unmigrated(lambda database: post(database, *requests))
+    written = with_unmigrated(rollups_of)
     migrations.downgrade(unmigrated_url, "unbooked_records")
     migrations.upgrade(unmigrated_url)
 
-    assert on(rollups_of) == written
-    (posting,) = on(lambda database: rows_of(database, Posting))
-    charged = {entry.request_id for entry in on(lambda database: rows_of(database, LedgerEntry))}
+    assert with_unmigrated(rollups_of) == written
+    (posting,) = with_unmigrated(lambda database: rows_of(database, Posting))
+    charged = {entry.request_id for entry in with_unmigrated(lambda database: rows_of(database, LedgerEntry))}
     assert sorted(posting.request_ids.split()) == sorted(charged)
 
 
