@@ -42,11 +42,11 @@ def main() -> int:
 
 async def _serve(options: argparse.Namespace, parent: int) -> None:
     # torch is imported here, after the parent's death is watched and bad options were refused
-    from engine.adapter_tiers import DiskTier
     from engine.build import Options, build
     from engine.journal import Journal
-    from engine.journal_segments import Keep
-    from engine.server import Identity, Server
+    from engine.journal.segments import Keep
+    from engine.serve.adapter_tiers import DiskTier
+    from engine.serve.server import Identity, Server
 
     journal = Journal(options.dir, keep=Keep(options.journal_keep_days, options.journal_keep_bytes))
     if journal.torn_bytes:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from engine.wire_adapters import Tier
+from engine.wire.adapters import Tier
 
 MAX_LOADS_PER_STEP = 1  # moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns
 

@@ -73,7 +73,7 @@ def make_runner(model: Decoder, config: EngineConfig) -> Runner:
     """The runner of the model's device, ready for its first step."""
     if model.embedding.device.type == "cpu":
         return Runner(model, config, copy_bytes_s())
-    from engine.cuda_runner import CudaRunner
+    from engine.gpu.runner import CudaRunner
 
     runner = CudaRunner(model, config)
     runner.warm()
@@ -122,7 +122,7 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
 def _default_kv_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_KV_BYTES
-    from engine.graphs import graph_sizes, rank_bounds
+    from engine.gpu.decode_graphs import graph_sizes, rank_bounds
 
     torch.cuda.empty_cache()  # what the weights were made from
     num_graphs = len(graph_sizes(config.max_sequences)) * (1 + len(rank_bounds(config)))

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 from engine import wire
 from engine.adapter_pool import AdapterPool, HostTier, HostWeights
-from engine.attribution import Attribution
 from engine.config import EngineConfig
-from engine.device_counters import DeviceCounters
 from engine.errors import Busy, InvalidAdapter, InvalidRequest
 from engine.experts import ExpertLoad
 from engine.flight import Flight, StepHandle
 from engine.intake import Grammar, ModelInfo, make_sequences, read_prompts
+from engine.metering.attribution import Attribution
+from engine.metering.device_counters import DeviceCounters
+from engine.metering.stats import NO_BILL, EngineStats, StepBill, StepStats, StepTimes
 from engine.outbox import Outbox
 from engine.scheduler import NOTHING, ChunkResult, Scheduler, StepPlan
 from engine.sequence import Request, Sequence, SequenceStatus
-from engine.stats import NO_BILL, EngineStats, StepBill, StepStats, StepTimes
 
 
 class StepRunner(Protocol):

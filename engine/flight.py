@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.cost import Floats
+from engine.metering.cost import Floats
 from engine.scheduler import ChunkResult, StepPlan
 
 
@@ -37,7 +37,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched step. ``parts`` as of ``engine.cost``; ``started_ns`` is the clock before its launch."""
+    """A launched step. ``parts`` as of ``engine.metering.cost``; ``started_ns`` is the clock before its launch."""
 
     plan: StepPlan
     parts: Floats

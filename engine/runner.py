@@ -8,14 +8,14 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch, on_device
 from engine.config import EngineConfig
-from engine.device_counters import TIMED_STEPS, DeviceCounters
 from engine.experts import ExpertLoad
 from engine.flight import Computed, StepHandle
+from engine.gpu.op_clock import OpClock
+from engine.metering.device_counters import TIMED_STEPS, DeviceCounters
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots, PackedAdapter
 from engine.models.moe import shared_evenly
-from engine.op_clock import OpClock
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from engine.weights.adapter import AdapterWeights

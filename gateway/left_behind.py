@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from engine.wire_journal import JournalCorrupt, JournalReader
+from engine.wire.journal import JournalCorrupt, JournalReader
 
 _log = logging.getLogger("gateway.left_behind")
 

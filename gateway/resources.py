@@ -4,7 +4,7 @@ from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from engine.wire_adapters import Tier
+from engine.wire.adapters import Tier
 
 Item = TypeVar("Item")
 Seconds: TypeAlias = Annotated[int, Meta(ge=0, description="Unix seconds")]

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from engine import wire
 from engine.config import EngineConfig
-from engine.device_counters import DeviceCounters
 from engine.engine import Engine
 from engine.errors import InvalidAdapter
 from engine.flight import Computed
+from engine.metering.device_counters import DeviceCounters
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from engine.sequence import PENDING, Sequence
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.__main__ import main
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["engine.build", "engine.server"])
+_FORKS.set_forkserver_preload(["engine.build", "engine.serve.server"])
 
 
 def _run_engine(arguments: list[str], stdout: Connection) -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from tiny import Adapter, tiny_config, tiny_tokenizer, tiny_weights
 
 from engine import wire
-from engine.adapter_tiers import DiskTier
 from engine.client import AdapterFile, EngineClient, EngineStream
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -21,8 +20,9 @@ from engine.journal import Journal
 from engine.models.config import MODULES, module_sizes
 from engine.models.decoder import Decoder
 from engine.runner import Runner
-from engine.server import Identity, Server
-from engine.wire_records import is_time
+from engine.serve.adapter_tiers import DiskTier
+from engine.serve.server import Identity, Server
+from engine.wire.records import is_time
 
 PATIENCE_S = 60.0  # how long a test waits for what must come
 

@@ -103,7 +103,7 @@ def _dump(url: str, to: Path, pg_dump: str) -> None:
 
 
 def _copy_cursor(engine: Path, to: Path) -> None:
-    from engine.wire_journal import ACK
+    from engine.wire.journal import ACK
 
     to.mkdir(parents=True)
     if (engine / ACK).exists():
@@ -112,7 +112,7 @@ def _copy_cursor(engine: Path, to: Path) -> None:
 
 def _copy_journal(engine: Path, to: Path) -> None:
     """The growing file first: sealed meanwhile, it only is there twice. Raises Failed when it is pruned too often."""
-    from engine.wire_journal import BASE, LOG, sealed_files
+    from engine.wire.journal import BASE, LOG, sealed_files
 
     if (engine / LOG).exists():
         _copy(engine / LOG, to / LOG)

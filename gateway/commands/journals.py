@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from engine import wire
-from engine.wire_journal import Entry, JournalCorrupt, JournalReader
+from engine.wire.journal import Entry, JournalCorrupt, JournalReader
 from tenants.audit.journals import USAGE, Journaled
 from tenants.audit.replicas import SPAN, JournaledTime
 from tenants.errors import ForgedContext

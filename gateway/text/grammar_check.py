@@ -1,6 +1,6 @@
 """Whether a grammar can be compiled, found out in a process of its own, with a deadline: what reads it may be killed.
 
-The child is ``python -m engine.grammar_worker``, one for each model, kept warm. A verdict is remembered for its tenant
+The child is ``python -m engine.grammar.worker``, one for each model, kept warm. A verdict is remembered for its tenant
 alone. No more than one grammar of a tenant is looked at at a time, so that many hard ones make others wait for one.
 """
 
@@ -151,7 +151,7 @@ class Worker:
         card = self._text.card
         tokenizer_json = await asyncio.to_thread(self._text.tokenizer.to_json)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.grammar_worker",
+            sys.executable, "-m", "engine.grammar.worker",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:

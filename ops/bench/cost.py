@@ -4,7 +4,7 @@
 
 Reads logs of ``./run bench record_steps``; without one it records steps of SmolLM2 on this CPU first, and tells at last
 what weighing and sharing a step of 256 decodes takes of the step thread (weighing.py). The log goes through
-``engine.cost_fit`` as an engine's own steps do, so that each error is of a prediction made before the step was seen.
+``metering.cost_fit`` as an engine's own steps do, so that each error is of a prediction made before the step was seen.
 Misallocated is the part of a step's time that a rule charges to others than the model's Shapley value does,
 ½ Σ |a − φ| / T, the mean over the log's second half.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from engine import cost
-from engine.cost import FEATURES, Floats, StepShape, features, weights
-from engine.cost_fit import CostFit
+from engine.metering import cost
+from engine.metering.cost import FEATURES, Floats, StepShape, features, weights
+from engine.metering.cost_fit import CostFit
 from ops.bench.weighing import weighing
 from ops.default_model import DEFAULT_GGUF
 

@@ -21,8 +21,8 @@ from typing import cast
 import torch
 
 from engine.config import EngineConfig
-from engine.cuda_runner import CudaRunner
 from engine.engine import Engine
+from engine.gpu.runner import CudaRunner
 from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids

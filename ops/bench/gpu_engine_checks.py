@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.cuda_runner import CudaRunner
+from engine.gpu.runner import CudaRunner
 from engine.models.attention import inverse_frequencies
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder

@@ -89,10 +89,10 @@ async def measure(socket: str, counts: list[int], small: bool) -> dict:
 async def serve(options: argparse.Namespace, folder: Path) -> None:
     import torch
 
-    from engine.adapter_tiers import DiskTier
     from engine.journal import Journal
     from engine.models.config import module_sizes
-    from engine.server import Identity, Server
+    from engine.serve.adapter_tiers import DiskTier
+    from engine.serve.server import Identity, Server
     from ops.bench.gpu_engine import Bench
 
     bench = Bench(options.shape, torch.device(options.device), options.most_adapters, options.small)

@@ -4,10 +4,10 @@ import statistics
 import time
 from collections import defaultdict
 
-from engine import cost
-from engine.attribution import Attribution
+from engine.metering import cost
+from engine.metering.attribution import Attribution
+from engine.metering.stats import StepBill
 from engine.scheduler import StepPlan
-from engine.stats import StepBill
 from ops.bench.scheduler import fill
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import cost
-from engine.cost import StepShape, split, weights
+from engine.metering import cost
+from engine.metering.cost import StepShape, split, weights
 from engine.models.moe import expert_uses, shared_evenly
 
 NUM_STEPS = 1_000_000

@@ -57,7 +57,7 @@ def test_a_gateway_process_imports_neither_torch_nor_transformers():
         "heavy = {'torch', 'triton', 'transformers', 'kernels'} & {name.split('.')[0] for name in sys.modules}\n"
         "assert not heavy, heavy\n"
         "assert not [name for name in sys.modules if name.startswith('engine.')\n"
-        "            and not name.startswith(('engine.wire', 'engine.framing', 'engine.client'))]\n"
+        "            and not name.startswith(('engine.wire', 'engine.wire.framing', 'engine.client'))]\n"
     )
     result = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60)
 

@@ -9,9 +9,9 @@ from live_engine import collect, live_gateway, live_server, tiny_engine
 from live_engine import submit as submit_live
 
 from engine import wire
-from engine.stats import ACCOUNTS
-from engine.time_records import Timekeeper
-from engine.wire_records import is_time
+from engine.metering.stats import ACCOUNTS
+from engine.metering.time_records import Timekeeper
+from engine.wire.records import is_time
 
 PROMPT = [7, 8, 9, 10, 11, 12]
 

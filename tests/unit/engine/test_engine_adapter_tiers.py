@@ -10,8 +10,8 @@ from live_engine import PATIENCE_S, canonical_file, collect, first_delta, live_c
 from tiny import tiny_adapter
 
 from engine import wire
-from engine.adapter_tiers import DiskTier
 from engine.client import AdapterFile, EngineLost
+from engine.serve.adapter_tiers import DiskTier
 
 KEY = "ab" * 32
 PADDING = 3 * wire.ADAPTER_CHUNK_BYTES + 12345

@@ -153,8 +153,8 @@ def test_events_after_close_are_dropped_and_the_load_falls_when_the_engine_is_do
 
 
 def test_a_record_whose_handling_failed_is_not_overtaken(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("engine.record_delivery.REDELIVER_AFTER_S", 0.0)
-    monkeypatch.setattr("engine.server.TICK_S", 0.01)
+    monkeypatch.setattr("engine.serve.record_delivery.REDELIVER_AFTER_S", 0.0)
+    monkeypatch.setattr("engine.serve.server.TICK_S", 0.01)
     taken, failures = [], [3]
 
     async def take(record):
@@ -183,8 +183,8 @@ def test_a_record_whose_handling_failed_is_not_overtaken(tmp_path, monkeypatch, 
 
 
 def test_a_gateway_takes_records_again_after_others_had_its_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.record_delivery.REDELIVER_AFTER_S", 0.0)
-    monkeypatch.setattr("engine.server.TICK_S", 3600.0)
+    monkeypatch.setattr("engine.serve.record_delivery.REDELIVER_AFTER_S", 0.0)
+    monkeypatch.setattr("engine.serve.server.TICK_S", 3600.0)
 
     async def main():
         async with live_server(tmp_path) as server, live_gateway(tmp_path, "slow", acks=False) as (_, slow):
@@ -217,8 +217,8 @@ def test_a_gateway_takes_records_again_after_others_had_its_turn(tmp_path, monke
 
 
 def test_records_that_come_again_while_the_ledger_is_slow_are_kept_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.record_delivery.REDELIVER_AFTER_S", 0.0)
-    monkeypatch.setattr("engine.server.TICK_S", 0.002)
+    monkeypatch.setattr("engine.serve.record_delivery.REDELIVER_AFTER_S", 0.0)
+    monkeypatch.setattr("engine.serve.server.TICK_S", 0.002)
     journal = Journal(tmp_path)
     journal.append([b"%d" % number for number in range(50)])
     journal.close()

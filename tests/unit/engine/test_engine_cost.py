@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine import cost
-from engine.cost import FEATURES, WEIGHTS, StepShape, features, split, weights
-from engine.cost_fit import PRIOR, CostFit, solve
+from engine.metering import cost
+from engine.metering.cost import FEATURES, WEIGHTS, StepShape, features, split, weights
+from engine.metering.cost_fit import PRIOR, CostFit, solve
 from engine.models.moe import expert_uses, shared_evenly
 
 COEFFICIENTS = np.array([5e6, 2e3, 2.2e4, 31.0, 1.7, 40.0, 6e4, 900.0, 7e4])

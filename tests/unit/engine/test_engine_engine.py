@@ -4,9 +4,9 @@ import pytest
 from arithmetic_peer import EOS, ArithmeticRunner, Driver, Weights, expected_output, make_engine, submit
 
 from engine import wire
-from engine.device_counters import DeviceCounters
 from engine.engine import Engine
 from engine.errors import Busy, InvalidRequest, TooLong
+from engine.metering.device_counters import DeviceCounters
 
 PROMPT = [7, 8, 9, 10, 11, 12]
 

@@ -7,7 +7,7 @@ from tiny import tiny_adapter
 
 from engine import wire
 from engine.client import AdapterFile
-from engine.fair_turns import FairTurns
+from engine.serve.fair_turns import FairTurns
 
 
 def order_of(at_once: int, *flows: str) -> list[str]:

@@ -14,12 +14,12 @@ from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidGrammar, InvalidRequest
-from engine.framing import Frames, frame
 from engine.grammar import MAX_MASK_NS, Compiler, Matcher, is_allowed
 from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import Request, Sequence
+from engine.wire.framing import Frames, frame
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 EOS = 2
@@ -316,10 +316,10 @@ def test_the_engine_takes_a_grammar_compiled_or_not_at_all():
 
 
 class WorkerProcess:
-    """``python -m engine.grammar_worker`` over its pipes."""
+    """``python -m engine.grammar.worker`` over its pipes."""
 
     def __init__(self, card: tuple) -> None:
-        command = [sys.executable, "-m", "engine.grammar_worker"]
+        command = [sys.executable, "-m", "engine.grammar.worker"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._frames = Frames()
         self.ready = self.ask(card)

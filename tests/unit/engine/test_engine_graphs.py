@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.graphs import BlockTables, Layout
+from engine.gpu.decode_graphs import BlockTables, Layout
 from engine.scheduler import Chunk
 from engine.sequence import PENDING, Sequence
 from kernels.paged_attention import DecodeShape

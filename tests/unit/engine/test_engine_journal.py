@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.journal import Journal
-from engine.journal_segments import Keep
-from engine.wire_journal import BASE, GENESIS, JournalCorrupt, JournalReader, read_mark, sealed_files
+from engine.journal.segments import Keep
+from engine.wire.journal import BASE, GENESIS, JournalCorrupt, JournalReader, read_mark, sealed_files
 
 LOG = "journal.log"
 

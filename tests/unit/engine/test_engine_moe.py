@@ -8,8 +8,8 @@ import torch
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
-from engine.cost import EXPERT
 from engine.engine import Engine
+from engine.metering.cost import EXPERT
 from engine.models.config import MODULES, ModelConfig, UnsupportedConfig, from_hf, module_sizes
 from engine.models.decoder import Decoder
 from engine.models.moe import MoeMlp

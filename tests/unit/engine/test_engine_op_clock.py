@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device_counters import TIMED_STEPS
 from engine.engine import Engine
+from engine.gpu.op_clock import OpClock
+from engine.metering.device_counters import TIMED_STEPS
 from engine.models.decoder import Decoder
-from engine.op_clock import OpClock
 from engine.runner import Runner
 from kernels.timing import timed
 from tests.live_engine import submit

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine import wire
 from engine.journal import Journal
-from engine.record_delivery import RecordDelivery
+from engine.serve.record_delivery import RecordDelivery
 
 
 class Gateway:

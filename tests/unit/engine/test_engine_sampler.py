@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine import wire
-from engine.device_sampler import DeviceSampler, score
+from engine.gpu.sampler import DeviceSampler, score
 from engine.sampler import Sampler, uniform
 from engine.sequence import Request, Sequence
 

@@ -23,8 +23,8 @@ from live_engine import (
 from engine import wire
 from engine.client import EngineLost
 from engine.journal import Journal
-from engine.step_thread import StepThread
-from engine.wire_journal import JournalCorrupt
+from engine.serve.step_thread import StepThread
+from engine.wire.journal import JournalCorrupt
 
 
 def greedy(prompt: list[int], num_tokens: int) -> list[int]:
@@ -189,8 +189,8 @@ def test_a_gateway_cut_off_mid_stream_leaves_one_lost_record_for_each_request(tm
 
 
 def test_a_record_comes_again_until_it_is_acknowledged(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.record_delivery.REDELIVER_AFTER_S", 0.0)
-    monkeypatch.setattr("engine.server.TICK_S", 0.01)
+    monkeypatch.setattr("engine.serve.record_delivery.REDELIVER_AFTER_S", 0.0)
+    monkeypatch.setattr("engine.serve.server.TICK_S", 0.01)
 
     async def main():
         async with live_server(tmp_path) as server, live_gateway(tmp_path, acks=False) as (client, ledger):
@@ -337,7 +337,7 @@ def test_a_grant_lets_a_stream_go_on_past_its_reservation(tmp_path):
 
 
 def test_a_gateway_that_does_not_read_loses_its_connection_and_nobody_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.connection.MAX_BUFFERED_BYTES", 1 << 14)
+    monkeypatch.setattr("engine.serve.connection.MAX_BUFFERED_BYTES", 1 << 14)
 
     async def main():
         async with live_server(tmp_path) as server, live_gateway(tmp_path) as (client, ledger):
@@ -494,7 +494,7 @@ def full_disk(path):
 
 
 def test_while_the_journal_cannot_be_written_new_requests_are_refused_and_no_record_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.record_delivery.RETRY_WRITE_S", 0.01)
+    monkeypatch.setattr("engine.serve.record_delivery.RETRY_WRITE_S", 0.01)
 
     async def main():
         async with live_server(tmp_path) as server, live_gateway(tmp_path) as (client, ledger):

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine.journal import Journal
-from engine.wire_journal import sealed_files
+from engine.wire.journal import sealed_files
 from gateway.cli import main
 from tenants.secrets import Secrets
 from tests.journaled_home import JournaledHome

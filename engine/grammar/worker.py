@@ -1,4 +1,4 @@
-"""``python -m engine.grammar_worker``: compiles grammars that nobody trusts, in a process that may be killed.
+"""``python -m engine.grammar.worker``: compiles grammars that nobody trusts, in a process that may be killed.
 
 Frames of ``framing.py`` on stdin and stdout, msgpack inside. First [tokenizer_json, vocab_size, eos_token_ids]; then
 grammars, one text a frame. Each is answered by its reason to be refused, "" = none. A grammar that takes too much
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from engine.errors import InvalidGrammar
-from engine.framing import Frames, frame
 from engine.grammar import Compiler
+from engine.wire.framing import Frames, frame
 
 MAX_GROWTH_BYTES = 512 << 20  # over what the process takes when it is ready
 ALARM_S = 3.0  # later than whoever waits for an answer gives up

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from engine.device_counters import DeviceCounters
 from engine.experts import ExpertLoad
+from engine.metering.device_counters import DeviceCounters
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import CLASS_RANK
 from engine.wire import Family
@@ -38,7 +38,7 @@ NO_BILL = StepBill()
 
 
 class StepModel(Protocol):
-    """What predicts a step's time, and how wrong it was: ``engine.cost_fit.CostFit``."""
+    """What predicts a step's time, and how wrong it was: ``engine.metering.cost_fit.CostFit``."""
 
     @property
     def error_ratio(self) -> float: ...

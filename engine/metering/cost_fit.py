@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.cost import FEATURES, Floats
+from engine.metering.cost import FEATURES, Floats
 from engine.wire import Family
 
 # ns, of an 8B model on an H200: only the proportions count, and only until the first fit

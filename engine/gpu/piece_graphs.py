@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Flat, on_device
 from engine.config import EngineConfig
-from engine.graphs import Numbers, rank_bounds, replay, resolve
+from engine.gpu.decode_graphs import Numbers, rank_bounds, replay, resolve
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.linear import LoraStep

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from engine import wire
-from engine.connection import Connection
 from engine.journal import Journal
+from engine.serve.connection import Connection
 
 logger = logging.getLogger("engine.records")
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from engine import wire
 from engine.errors import InvalidGrammar
 from engine.grammar import Compiler, Grammar
-from engine.step_thread import StepThread
+from engine.serve.step_thread import StepThread
 
 DEADLINE_S = 5.0  # the gateway has compiled it before, within one second
 MAX_WAITING = 256

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import wire
-from engine.adapter_tiers import AdapterTiers, DiskTier, with_disk_tier
-from engine.connection import Connection
 from engine.engine import Engine, StepResult
 from engine.grammar import Compiler
-from engine.grammar_gate import GrammarGate
 from engine.journal import Journal
-from engine.open_requests import OpenRequests, submit_bytes
-from engine.record_delivery import RecordDelivery
-from engine.step_thread import StepOutput, StepThread
-from engine.time_records import Timekeeper, TimeRecords
+from engine.metering.time_records import Timekeeper, TimeRecords
+from engine.serve.adapter_tiers import AdapterTiers, DiskTier, with_disk_tier
+from engine.serve.connection import Connection
+from engine.serve.grammar_gate import GrammarGate
+from engine.serve.open_requests import OpenRequests, submit_bytes
+from engine.serve.record_delivery import RecordDelivery
+from engine.serve.step_thread import StepOutput, StepThread
 
 logger = logging.getLogger("engine.server")
 

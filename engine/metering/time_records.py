@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.stats import ACCOUNTS, EngineStats
+from engine.metering.stats import ACCOUNTS, EngineStats
 from engine.wire import TimeRecord
 
 Ask: TypeAlias = Callable[[Callable[[], TimeRecord], Callable[[TimeRecord], None]], None]

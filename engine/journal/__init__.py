@@ -1,6 +1,6 @@
 """The usage journal: append-only, numbered, hash-chained records that survive a crash, and how far they are acked.
 
-How records lie in the files is ``wire_journal.py``'s, which auditors read too. Only a group that never reached the
+How records lie in the files is ``wire/journal.py``'s, which auditors read too. Only a group that never reached the
 disk whole may be cut off at the next open: anything else that doesn't verify is corruption.
 
 What is acknowledged is kept: a log grown over ``segment_bytes`` is sealed, and goes on in a new file that begins with
@@ -16,9 +16,9 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.journal_segments import Keep, Segments, replace_file, sync_folder, write_at
+from engine.journal.segments import Keep, Segments, replace_file, sync_folder, write_at
 from engine.wire import Record
-from engine.wire_journal import (
+from engine.wire.journal import (
     ACK,
     HEADER_BYTES,
     LOG,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Rows
 from engine.config import EngineConfig
-from engine.device_sampler import greedy
+from engine.gpu.sampler import greedy
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots

@@ -20,8 +20,7 @@ from typing import Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from engine.framing import Frames, WireError, frame, pack_ids, unpack_ids  # noqa: F401 (names of the wire too)
-from engine.wire_adapters import (  # noqa: F401 (the wire's other half)
+from engine.wire.adapters import (  # noqa: F401 (the wire's other half)
     ADAPTER_CHUNK_BYTES,
     AdapterChunk,
     AdapterForget,
@@ -31,8 +30,9 @@ from engine.wire_adapters import (  # noqa: F401 (the wire's other half)
     ResidencyRequest,
     Tier,
 )
-from engine.wire_cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
-from engine.wire_records import TimeRecord, UsageRecord, read_record  # noqa: F401 (names of the wire)
+from engine.wire.cards import ExpertCard, ModelCard, TokenizerCard  # noqa: F401 (names of the wire)
+from engine.wire.framing import Frames, WireError, frame, pack_ids, unpack_ids  # noqa: F401 (names of the wire too)
+from engine.wire.records import TimeRecord, UsageRecord, read_record  # noqa: F401 (names of the wire)
 
 PROTOCOL_VERSION = 1
 ACCEPTED_VERSIONS = frozenset({1})  # N and N-1, once there are two

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from engine import wire
-from engine.client_adapters import AdapterFile, AdapterSource, AdapterSupply
-from engine.client_stream import Connection, EngineLost, EngineStream, Event
+from engine.client.adapters import AdapterFile, AdapterSource, AdapterSupply
+from engine.client.stream import Connection, EngineLost, EngineStream, Event
 
 __all__ = ["AdapterFile", "EngineClient", "EngineLost", "EngineStream", "Event", "ProtocolMismatch"]
 

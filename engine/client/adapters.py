@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from engine import wire
-from engine.client_stream import Connection, EngineLost
+from engine.client.stream import Connection, EngineLost
 
 logger = logging.getLogger("engine.client")
 

@@ -38,7 +38,7 @@ class TimeRecord(Struct, frozen=True, array_like=True):
 
     ``number`` counts from 0 in a process, which ``incarnation_unix_ns`` tells apart from others of that engine: none is
     missing between two. ``wall_ns`` is monotonic. The accounts sum to it but for a step in the air, which is in the
-    record after it landed. ``error_ppm`` and ``r2_ppm`` are the cost model's (``engine.cost_fit``), in millionths.
+    record after it landed. ``error_ppm`` and ``r2_ppm`` are the cost model's (``metering.cost_fit``), in millionths.
     """
 
     engine_id: str

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.wire_journal import BASE, GENESIS, HEADER_BYTES, LOG, SEALED, Mark, before_of, pack_mark, sealed_files
+from engine.wire.journal import BASE, GENESIS, HEADER_BYTES, LOG, SEALED, Mark, before_of, pack_mark, sealed_files
 
 _DAY_S = 86_400
 

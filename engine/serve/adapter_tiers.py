@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from engine import wire
 from engine.adapter_pool import HostWeights
-from engine.fair_turns import FairTurns
-from engine.stats import RESIDENT_FAMILY
+from engine.metering.stats import RESIDENT_FAMILY
+from engine.serve.fair_turns import FairTurns
 from engine.weights.adapter import AdapterWeights, read_adapter
 from engine.weights.errors import CorruptAdapter
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
-from engine.cost import Floats
-from engine.device_sampler import DeviceSampler, Scores, greedy, score, to_host
-from engine.graphs import DecodeGraphs, graph_sizes, resolve
+from engine.gpu.decode_graphs import DecodeGraphs, graph_sizes, resolve
+from engine.gpu.piece_graphs import PieceGraphs
+from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.metering.cost import Floats
 from engine.models.decoder import Decoder
-from engine.piece_graphs import PieceGraphs
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from engine import cost
 from engine.adapter_pool import SlotLoad
-from engine.cost_fit import CostFit
+from engine.metering import cost
+from engine.metering.cost_fit import CostFit
+from engine.metering.stats import StepBill
 from engine.scheduler import StepPlan
-from engine.stats import StepBill
 
 _MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine import wire
-from engine.connection import Connection
+from engine.serve.connection import Connection
 
 _encode = msgspec.msgpack.Encoder().encode
 
