@@ -1,6 +1,11 @@
 """Rows that are tried in the place of the tables', to find better ones."""
 
-Rows = dict[str, dict[str, int]]
+import json
+
+from kernels.tiles import CONFIGS
+from ops.bench.gpu.cases_shapes import shape_cases
+
+Rows = dict[str, dict[str, int] | list[dict[str, int]]]  # of a kernel: one for all sizes, or a table
 
 
 def _rows(kernel: str, **row: int) -> Rows:
@@ -12,7 +17,14 @@ Variant = tuple[str, Rows, tuple[str, ...]]
 
 def variants() -> dict[str, list[Variant]]:
     """By section: a label, the rows that take the place of the tables', and the cases to try them on."""
-    return {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm(), "quantised": _quantised()}
+    found = {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm(), "quantised": _quantised()}
+    return {**found, "shapes": _shapes()}
+
+
+def _shapes() -> list[Variant]:
+    """As a GPU without a table of its own would run."""
+    default = json.loads((CONFIGS / "default.json").read_text())
+    return [("default", default, tuple(case.name for case in shape_cases()))]
 
 
 def _decode() -> list[Variant]:
@@ -46,7 +58,7 @@ def _decode() -> list[Variant]:
 
 
 def _prefill() -> list[Variant]:
-    prefill = [
+    prefill: list[tuple[str, Rows]] = [
         (
             f"rows {rows} tile {tile} warps {warps} stages {stages}",
             {
