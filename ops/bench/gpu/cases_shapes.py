@@ -49,8 +49,8 @@ def decode(shape: Shape, num_sequences: int, length: int) -> Built:
     set_bytes = num_sequences * length * shape.kv_heads * shape.head_dim * 4
     sets = [_decode_set(shape, num_sequences, blocks) for _ in range(num_sets(set_bytes, 8))]
     starts = list(range(num_sequences + 1))
-    sizes = {"block_size": BLOCK, "num_heads": shape.heads, "num_kv_heads": shape.kv_heads}
-    plans = [plan_attention(tables, starts, [length] * num_sequences, **sizes) for *_, tables in sets]
+    plan = partial(plan_attention, block_size=BLOCK, num_heads=shape.heads, num_kv_heads=shape.kv_heads)
+    plans = [plan(tables, starts, [length] * num_sequences) for *_, tables in sets]
     scale = shape.head_dim**-0.5
     calls = [
         partial(paged_attention, queries, keys, values, plan, scale=scale)
@@ -69,9 +69,9 @@ def decode(shape: Shape, num_sequences: int, length: int) -> Built:
 
 def _decode_set(shape: Shape, num_sequences: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = num_sequences * blocks
-    caches = (random(total, BLOCK, shape.kv_heads, shape.head_dim) for _ in range(2))
+    keys, values = (random(total, BLOCK, shape.kv_heads, shape.head_dim) for _ in range(2))
     tables = torch.randperm(total, device=DEVICE).view(num_sequences, blocks)
-    return random(num_sequences, shape.heads, shape.head_dim), *caches, tables
+    return random(num_sequences, shape.heads, shape.head_dim), keys, values, tables
 
 
 def shape_cases() -> list[Case]:

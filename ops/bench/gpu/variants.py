@@ -58,7 +58,7 @@ def _decode() -> list[Variant]:
 
 
 def _prefill() -> list[Variant]:
-    prefill = [
+    prefill: list[tuple[str, Rows]] = [
         (
             f"rows {rows} tile {tile} warps {warps} stages {stages}",
             {

@@ -30,6 +30,7 @@ from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear import triton_kernel as quantised_kernel
+from kernels.quantised_linear import triton_widen as widen_kernel
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import triton_kernel as rope_kernel
 from kernels.sampling import SamplingRows
@@ -158,11 +159,10 @@ def captured_decode(heads: tuple[int, int, int], *, has_groups: bool) -> None:
     attention_kernel.paged_attention(normal(64, num_heads, head_dim), cache, cache, plan, head_dim**-0.5)
 
 
-def quantised(num_rows: int, kind: torch.dtype, sizes: tuple[int, int], *, is_blocked: bool) -> None:
+def quantised_weight(kind: torch.dtype, sizes: tuple[int, int], *, is_blocked: bool) -> QuantisedWeight:
     size_out, size_in = sizes
     scales = torch.zeros((size_out // 128, size_in // 128) if is_blocked else (size_out,))
-    weight = QuantisedWeight(torch.zeros(size_out, size_in, dtype=kind), scales)
-    quantised_kernel.quantised_linear(normal(num_rows, size_in), weight)
+    return QuantisedWeight(torch.zeros(size_out, size_in, dtype=kind), scales)
 
 
 def sample(num_rows: int) -> None:
@@ -248,16 +248,19 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r, num_slots=n),
             )
     yield "sample", lambda: sample(64)
-    for num_rows in (16, 64):
-        for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
-            for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
-                yield (
-                    f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''} T={num_rows}",
-                    lambda n=num_rows, kind=kind, sizes=sizes, is_blocked=is_blocked: quantised(
-                        n, kind, sizes, is_blocked=is_blocked
-                    ),
-                )
+    yield from quantised_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
+
+
+def quantised_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
+            weight = quantised_weight(kind, sizes, is_blocked=is_blocked)
+            label = f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''}"
+            for num_rows in (1, 16, 32, 64, 128, 256):
+                x = normal(num_rows, sizes[1])
+                yield f"{label} T={num_rows}", lambda x=x, weight=weight: quantised_kernel.quantised_linear(x, weight)
+            yield f"{label} widened", lambda weight=weight: widen_kernel.widened(weight, 0, 14336, torch.bfloat16)
 
 
 _known: dict[str, dict[str, int]] = {}
