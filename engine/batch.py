@@ -1,7 +1,7 @@
 """A step's plan as flat tensors: all chunks one behind the other, no padding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class Flat:
         self, tables: Tensor, block_size: int, attention: AttentionConfig, *, is_fixed: bool = False
     ) -> AttentionPlan:
         """``tables`` are those of this step, on the device."""
-        return plan_attention(
+        plan = plan_attention(
             tables,
             self.starts.tolist(),
             self.context_lens.tolist(),
@@ -63,8 +63,8 @@ class Flat:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
-            is_fixed=is_fixed,
         )
+        return replace(plan, is_fixed=is_fixed)
 
 
 def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:

@@ -80,9 +80,7 @@ class PieceGraphs:
             fill_segments(segments, flat.slots.tolist(), size, self._slots.num_slots)
         self._numbers.send()
         (tables,) = on_device(self._drawn.device, flat.tables)
-        plan = flat.attention(
-            tables, self._kv.block_size, self._model.config.attention, is_fixed=self._shapes.is_fixed
-        )
+        plan = flat.attention(tables, self._kv.block_size, self._model.config.attention, is_fixed=self._shapes.is_fixed)
         used = self._buffers.first(num_tokens)
         *pieces, last = self._pieces[size, rank]
         for layer, piece in zip(self._model.layers, pieces, strict=True):

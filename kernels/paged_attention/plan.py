@@ -71,7 +71,11 @@ class AttentionPlan:
 
     block_tables [N, most blocks] of an int type (what lies past a sequence's blocks is not read), query_starts N + 1
     ints, context_lens N ints: tokens of each sequence in the cache, its queries among them. ``given``: the pieces for
-    the GPU, where they stand in memory that the caller fills. ``is_fixed``: see ``plan_attention``.
+    the GPU, where they stand in memory that the caller fills.
+
+    ``is_fixed`` (without groups): on a GPU too a row's bits depend on what it sees only, not on the chunk it came in,
+    its place there, or who shares the step (work.py says why). Prompts and decodes take one kernel then, which suits
+    neither best.
     """
 
     block_tables: Tensor
@@ -205,32 +209,20 @@ def plan_attention(
     num_kv_heads: int,
     sliding_window: int | None = None,
     groups: tuple[PrefixGroup, ...] = (),
-    is_fixed: bool = False,
 ) -> AttentionPlan:
     """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions.
 
     ``groups`` (of ``prefix_groups``; no sequence in two of them, no sliding window) let a GPU read the blocks that
     decodes share once; a CPU takes no notice. A member's row has other last bits then than alone.
-
-    ``is_fixed``: on a GPU too a row's bits depend on what it sees only, not on the chunk it came in, its place there, or
-    who shares the step (work.py says why). Prompts and decodes take one kernel then, which suits neither best.
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    assert not (groups and (sliding_window or is_fixed)), "a window cuts what is shared; what is shared is not fixed"
+    assert not (groups and sliding_window), "a window cuts what is shared"
     assert not groups or num_heads // num_kv_heads <= GROUP_ROWS, (num_heads, num_kv_heads)
     for group in groups:
         assert group.num_tokens % block_size == 0, group
         assert all(group.num_tokens < context_lens[member] for member in group.members), group
         assert all(query_starts[member + 1] - query_starts[member] == 1 for member in group.members), group
     return AttentionPlan(
-        block_tables,
-        query_starts,
-        context_lens,
-        block_size,
-        num_heads,
-        num_kv_heads,
-        sliding_window,
-        groups,
-        is_fixed=is_fixed,
+        block_tables, query_starts, context_lens, block_size, num_heads, num_kv_heads, sliding_window, groups
     )

@@ -217,10 +217,9 @@ def build_work(plan: AttentionPlan) -> AttentionWork:
     merges: list[Numbers] = []
     for (table, block_m), sequences in _classes(builder):
         row = tiles(table, device, sequences=len(plan.context_lens))
-        block_m = block_m or row["block_m"]
-        pieces = builder.pieces(sequences, block_m)
+        pieces = builder.pieces(sequences, block_m or row["block_m"])
         done = builder.cut(pieces, row, pieces.num_rows, np.isin(pieces.sequence, members))
-        shapes.append((block_m, table != "chunk_work", False))
+        shapes.append((block_m or row["block_m"], table != "chunk_work", False))
         lists.append(done.items)
         merges.append(merges_of(pieces, done))
     merge = np.concatenate(merges)

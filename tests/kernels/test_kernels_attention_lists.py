@@ -166,7 +166,8 @@ def fixed(spans: list[tuple[int, int]], window: int | None = None) -> AttentionW
     starts = np.cumsum([0, *(end - first for first, end in spans)]).tolist()
     tables = torch.zeros(len(spans), 2500, dtype=torch.int64)
     sizes = {"block_size": 16, "num_heads": 32, "num_kv_heads": 8, "sliding_window": window}
-    return plan_attention(tables, starts, [end for _, end in spans], **sizes, is_fixed=True).work
+    plan = plan_attention(tables, starts, [end for _, end in spans], **sizes)
+    return dataclasses.replace(plan, is_fixed=True).work
 
 
 def keys_by_row(work: AttentionWork, spans: list[tuple[int, int]], sequence: int) -> dict[int, list[tuple[int, int]]]:

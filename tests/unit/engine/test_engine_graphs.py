@@ -1,4 +1,4 @@
-"""engine/gpu: which sizes of steps there are, the numbers of a step in flat memory, and what of the block tables is sent."""
+"""engine/gpu: sizes of steps, the numbers of a step in flat memory, and what of the block tables is sent."""
 
 import numpy as np
 import pytest
