@@ -10,6 +10,7 @@ from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
 from engine.gpu.decode_graphs import DecodeGraphs, resolve
 from engine.gpu.piece_graphs import PieceGraphs
+from engine.gpu.plain_torch import warn_of, without_kernel
 from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.gpu.shapes import shapes_of
 from engine.metering.cost import Floats
@@ -57,7 +58,8 @@ class CudaRunner(Runner):
         device = model.embedding.device
         super().__init__(model, config, peak_bytes_s(device))
         self._counters = self.device_counters
-        self._without_kernel = without_kernel(model)
+        self._without_kernel = without_kernel(model.config, model.embedding.dtype)
+        warn_of(self._without_kernel)
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
         self._shapes = shapes = shapes_of(config)
         assert not shapes.is_fixed or config.max_step_tokens <= shapes.tokens[-1], (config, shapes)
@@ -68,7 +70,7 @@ class CudaRunner(Runner):
         self._prompts: PieceGraphs | None = None
         if has_graphs and model.config.moe is None:
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
-            self._decodes = DecodeGraphs(*shared) if shapes.decodes else None
+            self._decodes = DecodeGraphs(*shared) if shapes.decodes and not self._without_kernel else None
             self._prompts = PieceGraphs(*shared)
 
     @torch.inference_mode()
@@ -159,15 +161,6 @@ class CudaRunner(Runner):
             for row, (index, sequence) in enumerate(sampling)
             if sequence.sampling.logprobs >= 0
         }
-
-
-def without_kernel(model: Decoder) -> tuple[str, ...]:
-    """Why some layers of the model run plain torch on a GPU; empty: none do."""
-    from kernels.paged_attention.triton_kernel import MAX_HEAD_BYTES
-
-    wide = model.config.attention.head_dim * model.embedding.itemsize > MAX_HEAD_BYTES
-    found = {"head_size": wide, "experts": model.config.moe is not None}
-    return tuple(reason for reason, is_so in found.items() if is_so)
 
 
 def peak_bytes_s(device: torch.device) -> float:

@@ -17,8 +17,6 @@ from kernels.paged_attention.plan import AttentionPlan
 from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
 from kernels.tiles import is_early, power_of_2, tiles
 
-MAX_HEAD_BYTES = 512  # of shared memory: 128 rows of fp32 and head size 256 do not fit
-
 
 @triton.jit
 def _attend_rows(
