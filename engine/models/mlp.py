@@ -14,7 +14,7 @@ class GatedMlp:
         self.down = down
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x, lora)), lora)
+        return self.down(silu_mul(*self.gate_up.apart(x, lora)), lora)
 
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down

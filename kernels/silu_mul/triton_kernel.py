@@ -10,6 +10,11 @@ from kernels.tiles import power_of_2, tiles
 
 
 @triton.jit
+def silu_times(b_gate, b_up):
+    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+
+
+@triton.jit
 def _silu_mul(p_gate_up, p_out, stride_row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_size = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -17,8 +22,7 @@ def _silu_mul(p_gate_up, p_out, stride_row, SIZE: tl.constexpr, BLOCK: tl.conste
     p_row = p_gate_up + i_row * stride_row + o_size
     b_gate = tl.load(p_row, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_row + SIZE, mask=mask, other=0.0).to(tl.float32)
-    b_out = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-    tl.store(p_out + i_row * SIZE + o_size, b_out.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_out + i_row * SIZE + o_size, silu_times(b_gate, b_up).to(p_out.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

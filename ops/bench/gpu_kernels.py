@@ -1,6 +1,6 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
-    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,norm,quantised]
+    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised]
         [--checks NAMES] [--match CASES] [--no-variants]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("decode", "prefill", "lora", "norm", "quantised")
+SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised")
 MOST_PROCESSES = 14
 TIMED_S = {"decode": 110, "prefill": 40, "lora": 110, "norm": 25, "quantised": 40}  # at most; what is left out is said
 
