@@ -14,7 +14,13 @@ class GatedMlp:
         self.down = down
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
-        return self.down(silu_mul(*self.gate_up.apart(x, lora)), lora)
+        gate_up, low = self.gate_up.apart(x, lora)
+        return self.down(silu_mul(gate_up, self.down.weight.data, low), lora)
+
+    @property
+    def first_weight(self) -> Tensor:
+        """Of the product that comes first; see kernels/prefetch."""
+        return self.gate_up.weight.data
 
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down

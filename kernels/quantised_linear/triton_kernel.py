@@ -14,8 +14,6 @@ from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear.reference import BLOCK
 from kernels.tiles import power_of_2, tiles
 
-MAX_ROWS = 256  # above it the products are worth a weight multiplied out once
-
 
 @triton.jit
 def _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
@@ -108,7 +106,7 @@ def _add_parts(
 
 
 def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
-    """See the package; at most MAX_ROWS rows are worth it."""
+    """See the package; worth it for few rows."""
     assert weight.data.is_contiguous(), weight.data.stride()
     assert weight.scales.is_contiguous(), weight.scales.stride()
     assert x.stride(1) == 1, x.stride()

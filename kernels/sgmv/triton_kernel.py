@@ -46,9 +46,9 @@ def _shrink(
     a multiple of 8 with zeros, so that expand may load vectors."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    i_segment = tl.program_id(0).to(tl.int64)
-    i_split = tl.program_id(1).to(tl.int64)
-    i_slice = tl.program_id(2).to(tl.int64)
+    i_slice = tl.program_id(0).to(tl.int64)  # the slices of a segment run together, since they read the same rows
+    i_segment = tl.program_id(1).to(tl.int64)
+    i_split = tl.program_id(2).to(tl.int64)
     first_row = tl.load(p_segments + i_segment * 4)
     num_own = tl.load(p_segments + i_segment * 4 + 1)
     i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
@@ -191,7 +191,7 @@ def _shrink_segments(
     segments = plan.segments(row["block_m"])
     num_rows, split, block_r = len(segments.rows), row["split"], max(16, power_of_2(lora_rank))
     partials = torch.empty((len(slices), split, num_rows, block_r), dtype=torch.float32, device=x.device)
-    _shrink[(segments.num_owned, split, len(slices))](
+    _shrink[(len(slices), segments.num_owned, split)](
         x,
         partials,
         segments.rows,

@@ -1,6 +1,6 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
-    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised]
+    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised,shapes]
         [--checks NAMES] [--match CASES] [--no-variants]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
@@ -20,9 +20,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised")
+Rows = dict[str, dict[str, int] | list[dict[str, int]]]
+SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised", "shapes")
 MOST_PROCESSES = 14
-TIMED_S = {"decode": 110, "prefill": 40, "lora": 110, "norm": 25, "quantised": 40}  # at most; what is left out is said
+TIMED_S = {
+    "decode": 110,
+    "prefill": 40,
+    "lora": 110,
+    "lora_step": 110,
+    "norm": 25,
+    "quantised": 80,
+    "shapes": 60,
+}  # at most; what is left out is said
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "tenora_triton_cache"))
 
@@ -77,7 +86,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1, "quantised": 1}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 3, "shapes": 4}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
@@ -101,10 +110,9 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 
 
 def all_checks() -> dict[str, Callable[[], None]]:
-    from ops.bench.gpu import cases_quantised, checks, checks_captured
+    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora
 
-    own = {"quantised": cases_quantised.quantised_linear_against_float64}
-    return {**checks.CHECKS, **checks_captured.CHECKS, **own}
+    return {**checks.CHECKS, **checks_captured.CHECKS, **checks_lora.CHECKS, **cases_quantised.CHECKS}
 
 
 def run_check(name: str) -> int:
@@ -141,19 +149,18 @@ def warm(section: str, part: str, parts: str, *, match: str, variants_too: bool)
     return int(failed > 0)
 
 
-def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, dict[str, dict[str, int]], Any]]:
+def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Rows, Any]]:
     from ops.bench.gpu.cases import cases
     from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
+    from ops.bench.gpu.cases_lora import lora_step_cases
     from ops.bench.gpu.cases_quantised import quantised_cases
+    from ops.bench.gpu.cases_shapes import shape_cases
     from ops.bench.gpu.variants import variants
 
-    found = [
-        case
-        for case in (*cases(), *captured_cases(), *sampling_cases(), *quantised_cases())
-        if re.search(match, case.name)
-    ]
+    kinds = cases, captured_cases, sampling_cases, lora_step_cases, quantised_cases, shape_cases
+    found = [case for kind in kinds for case in kind() if re.search(match, case.name)]
     own = {case.name: case for case in found if case.section == section}
-    jobs: list[tuple[str, dict[str, dict[str, int]], Any]] = [("", {}, case) for case in own.values()]
+    jobs: list[tuple[str, Rows, Any]] = [("", {}, case) for case in own.values()]
     if variants_too:
         jobs += [
             (label, rows, own[name]) for label, rows, names in variants()[section] for name in names if name in own
@@ -164,8 +171,8 @@ def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, dic
 class other_rows:
     """These rows in the place of the tables' while it is entered."""
 
-    def __init__(self, rows: dict[str, dict[str, int]]) -> None:
-        self.rows = {kernel: [row] for kernel, row in rows.items()}
+    def __init__(self, rows: Rows) -> None:
+        self.rows = {kernel: row if isinstance(row, list) else [row] for kernel, row in rows.items()}
 
     def __enter__(self) -> None:
         from kernels import tiles
