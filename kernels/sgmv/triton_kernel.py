@@ -83,16 +83,11 @@ def _shrink(
 
 
 @triton.jit
-def add_product(
-    b_y, p_partials, b_b, i_low, num_rows, m_low, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr
-):
-    """b_y [rows, columns] and what the rows' low ranks add to it: the sums of partials' rows ``i_low`` [rows] and those
-    of the other parts, ``num_rows`` apart, where ``m_low`` [rows, ranks], times B."""
-    p_low = p_partials + i_low[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-    b_low = tl.load(p_low, mask=m_low, other=0.0)
-    for _ in tl.static_range(1, SPLIT):
-        p_low += num_rows.to(tl.int64) * BLOCK_R
-        b_low += tl.load(p_low, mask=m_low, other=0.0)
+def add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr):
+    """b_y [rows, columns] and what the rows' low ranks add to it: the sums over the first axis of partials' rows
+    ``i_low`` [parts, rows], where ``m_low`` [rows, ranks], times B."""
+    p_low = p_partials + i_low[:, :, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, None, :]
+    b_low = tl.sum(tl.load(p_low, mask=m_low[None, :, :], other=0.0), 0)
     b_high = b_low.to(b_b.dtype)
     b_y = tl.dot(b_high, b_b, b_y, input_precision=PRECISION)
     if b_b.dtype != tl.float32:
@@ -143,9 +138,9 @@ def _expand(
     b_y = tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    i_low = i_slice * SPLIT * num_rows + first_row + o_rows
+    i_low = ((i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row)[:, None] + o_rows[None, :]
     m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]
-    b_y = add_product(b_y, p_partials, b_b, i_low, num_rows, m_low, SPLIT, BLOCK_R, PRECISION)
+    b_y = add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R, PRECISION)
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_own)
 
 

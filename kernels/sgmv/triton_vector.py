@@ -91,8 +91,8 @@ def tile_of_b(p_slice, p_like, i_slot, lora_rank, o_out, RANKS: tl.constexpr, AL
 def add_ranks(
     b_y, p_partials, p_tile, b_b, size_out, i_low, m_low, lora_rank, m_out, RANKS: tl.constexpr, MAX_RANK: tl.constexpr
 ):
-    """b_y [columns] and what a row's low ranks add to it: the sums of partials' rows ``i_low`` where ``m_low``, times B,
-    of which ``tile_of_b`` has given the first three."""
+    """b_y [columns] and what a row's low ranks add to it: the sums of partials' rows ``i_low`` where ``m_low``, times
+    B, of which ``tile_of_b`` has given p_tile, b_b and size_out."""
     o_ranks = tl.arange(0, RANKS)
     for i_ranks in range(0, lora_rank, RANKS):
         p_low = p_partials + i_low[:, None] * MAX_RANK + (i_ranks + o_ranks)[None, :]

@@ -104,9 +104,9 @@ def _part_of_segment(
         lora_rank = _rank_of(p_slices, i_slot, SLICE, COLUMNS)
         if lora_rank > 0:
             _, b_b, _ = tile_of_b(p_slices + SLICE * COLUMNS, p_like, i_slot, lora_rank, o_size, BLOCK_R, ALIGNED)
-            i_low = num_rows.to(tl.int64) * (SLICE * SPLIT) + i_places
+            i_low = (SLICE * SPLIT + tl.arange(0, SPLIT)).to(tl.int64)[:, None] * num_rows + i_places[None, :]
             m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]
-            b_y = add_product(b_y, p_partials, b_b, i_low, num_rows, m_low, SPLIT, BLOCK_R, PRECISION)
+            b_y = add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R, PRECISION)
     return b_y
 
 

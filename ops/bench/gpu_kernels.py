@@ -1,7 +1,7 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
-    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised,shapes]
-        [--checks NAMES] [--match CASES] [--no-variants]
+    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--checks NAMES] [--match CASES] [--no-variants]
+        [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised,shapes]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
 later, go in processes beside each other (Triton's compiler takes one core each); the timing then has the GPU alone.

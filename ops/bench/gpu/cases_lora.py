@@ -158,7 +158,9 @@ def lora_step_cases() -> list[Case]:
         num_bytes = 6.0 * num_rows * INNER + 4.0 * RANK * count * INNER
         for label, run, launches in (("then", added_then_silu, 2), ("fused", triton_low.silu_mul, 1)):
             build = lambda r=run, n=num_rows, c=count: into_silu(r, n, c)  # noqa: E731
-            found.append(Case("lora_step", f"expand, silu T={num_rows} L={count} {label}", build, num_bytes, 0, launches))
+            found.append(
+                Case("lora_step", f"expand, silu T={num_rows} L={count} {label}", build, num_bytes, 0, launches)
+            )
     return [*found, *_halves(8192, 8)]
 
 

@@ -56,7 +56,10 @@ FAULTS = {
         "if tl.load(p_segments + i_place * 4 + 1) == 0:",
         "if (tl.load(p_segments + i_place * 4 + 1) == 0) | (tl.load(p_segments + i_place * 4 + 2) < 0):",
     ),
-    "the rank of the slot after": ("tl.load(p_ranks + tl.maximum(i_slot, 0))", "tl.load(p_ranks + tl.maximum(i_slot + 1, 0) % 6)"),
+    "the rank of the slot after": (
+        "tl.load(p_ranks + tl.maximum(i_slot, 0))",
+        "tl.load(p_ranks + tl.maximum(i_slot + 1, 0) % 6)",
+    ),
     "gate for up": ("b_up = tl.load(p_row + SIZE, mask", "b_up = tl.load(p_row, mask"),
 }
 SEGMENT_FAULTS = {
