@@ -29,7 +29,7 @@ TIMED_S = {
     "lora": 110,
     "lora_step": 110,
     "norm": 25,
-    "quantised": 80,
+    "quantised": 140,
     "shapes": 60,
 }  # at most; what is left out is said
 
@@ -86,7 +86,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 3, "shapes": 4}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 5, "shapes": 4}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
