@@ -27,7 +27,7 @@ from tenants.secrets import Secrets
 from tenants.tables import ApiKey, OperatorKey, Tenant
 
 EPOCH_KEY = "tn:epoch"
-_POLL_S = 0.25
+POLL_S = 0.25
 _STORE_DEADLINE_S = 0.25
 _REFRESH_ANYWAY_S = 30.0  # bounds what a lost epoch could hide
 _REFRESH_BLIND_S = 0.5  # while the store can't tell of changes: a revocation takes a second then, too
@@ -225,7 +225,7 @@ class Directory:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
             try:
                 await self._follow_once()
             except Exception as error:  # whatever it is: a follower that ends would leave revoked keys valid
