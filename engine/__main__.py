@@ -41,6 +41,9 @@ def main() -> int:
 
 
 async def _serve(options: argparse.Namespace, parent: int) -> None:
+    from engine.phases import Phases
+
+    phases = Phases()
     # torch is imported here, after the parent's death is watched and bad options were refused
     from engine.build import Options, build
     from engine.journal import Journal
@@ -48,18 +51,20 @@ async def _serve(options: argparse.Namespace, parent: int) -> None:
     from engine.serve.adapter_tiers import DiskTier
     from engine.serve.server import Identity, Server
 
+    phases.ended("imports")
     journal = Journal(options.dir, keep=Keep(options.journal_keep_days, options.journal_keep_bytes))
     if journal.torn_bytes:
         logger.warning("cut %d bytes of an unfinished group off the journal", journal.torn_bytes)
     name, _, source = options.model.partition("=")
     sizes = {key: value for key, value in vars(options).items() if key in Options.__dataclass_fields__}
-    built = build(Options(**{**sizes, "model": name, "source": source}))
+    built = build(Options(**{**sizes, "model": name, "source": source}), phases)
     identity = Identity(options.engine_id, built.card, built.tokenizer)
     server = Server(identity, built.engine, journal, DiskTier(options.dir / "adapters"))
     stop = _watch_signals(parent)
     await server.start(options.socket)
     print(f"engine ready {options.engine_id}", flush=True)  # noqa: T201 (what the launcher waits for)
     logger.info("serving %s (%s, %s), %d blocks", name, built.card.dtype, built.card.device, built.card.num_blocks)
+    logger.info("started in %s", phases)
     try:
         await asyncio.wait({stop, server.broken}, return_when=asyncio.FIRST_COMPLETED)
         if not server.broken.done() and stop.result() == signal.SIGTERM:

@@ -14,6 +14,7 @@ from engine.memory import copy_bytes_s, keep_freed_memory
 from engine.memory_account import account
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
+from engine.phases import Phases
 from engine.runner import Runner
 from engine.weights import load_model
 
@@ -55,28 +56,39 @@ class Built:
     tokenizer: wire.TokenizerCard
 
 
-def build(options: Options) -> Built:
+def build(options: Options, phases: Phases | None = None) -> Built:
     """Loads the model and allocates everything. Raises UnsupportedModel, ValueError for impossible sizes."""
+    phases = phases or Phases()
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     if device.type == "cpu":
         keep_freed_memory()
-    loaded = load_model(options.source, dtype, keep_quantised=device.type == "cuda")
-    model = Decoder(loaded.config, {name: tensor.to(device) for name, tensor in loaded.weights.items()})
+    phases.ended("device")
+    loaded = load_model(options.source, dtype, device, keep_quantised=device.type == "cuda")
+    phases.ended("weights")
+    model = Decoder(loaded.config, loaded.weights)
+    loaded.weights.clear()  # what the decoder fused is there twice
     config = resolve_sizes(options, loaded.config, dtype, device)
-    engine = Engine(config, make_runner(model, config))
-    return Built(engine, _card(options, config, loaded.config, loaded.revision, dtype, device), loaded.tokenizer)
+    phases.ended("model")
+    engine = Engine(config, make_runner(model, config, phases))
+    card = _card(options, config, loaded.config, loaded.revision, dtype, device)
+    phases.ended("digest")
+    return Built(engine, card, loaded.tokenizer)
 
 
-def make_runner(model: Decoder, config: EngineConfig) -> Runner:
+def make_runner(model: Decoder, config: EngineConfig, phases: Phases) -> Runner:
     """The runner of the model's device, ready for its first step."""
     if model.embedding.device.type == "cpu":
-        return Runner(model, config, copy_bytes_s())
+        runner = Runner(model, config, copy_bytes_s())
+        phases.ended("pools")
+        return runner
     from engine.gpu.runner import CudaRunner
 
     runner = CudaRunner(model, config)
+    phases.ended("pools")
     runner.warm()
+    phases.ended("graphs")
     return runner
 
 
@@ -107,10 +119,23 @@ def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, devi
         max_lora_rank=options.max_adapter_rank,
         deterministic=options.deterministic,
     )
+    if config.deterministic and device.type == "cuda":
+        config = _in_one_shape(options, config, model)
     if not options.kv_blocks:
         memory_bytes = options.kv_memory_bytes or _default_kv_bytes(model, config, dtype, device)
         config = replace(config, num_blocks=memory_bytes // kv_block_bytes(model, options.block_size, dtype))
     return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
+
+
+def _in_one_shape(options: Options, config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
+
+    if model.moe is not None:
+        raise ValueError("--deterministic: how many rows an expert multiplies on a GPU depends on who shares the step")
+    config = in_one_shape(replace(config, max_step_tokens=options.max_step_tokens or ONE_SHAPE))
+    size = shapes_of(config).tokens[0]
+    logger.info("deterministic: each step is computed as %d tokens, and has %d at most", size, config.max_step_tokens)
+    return config
 
 
 def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, module_sizes
+from kernels.quantised_linear import WIDE_BYTES
 from kernels.sgmv import RANK_MULTIPLE
 
 USED_SHARE = 0.92  # of the device; the rest is for the driver, libraries and what others take
@@ -41,13 +42,13 @@ def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 
 def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
     """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows and the
-    sampler's sorted copies of them."""
+    sampler's sorted copies of them, what weights of 8 bits are multiplied out into (once more in captured steps)."""
     attention = model.attention
     heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     widest = max(3 * model.intermediate_size, 2 * heads)
     per_token = (4 * model.hidden_size + widest) * dtype.itemsize
     per_row = model.vocab_size * (dtype.itemsize + 40)
-    return config.max_step_tokens * per_token + config.max_sequences * per_row
+    return config.max_step_tokens * per_token + config.max_sequences * per_row + 2 * WIDE_BYTES
 
 
 def account(

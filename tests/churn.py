@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests import oracle
+from tests.exactness import assert_same
 from tests.served import Served, eventually
 from tests.tiny import Adapter, hf_config, merged, tiny_adapter, tiny_config, tiny_weights, write_peft_dir
 from tests.uploads import FILES, pss_bytes, stream_chunks, upload
@@ -93,14 +94,14 @@ class Churn:
             replaced = http.post("/adapters/x/commit", json={"base_model": "tiny"})
             assert (replaced.status_code, replaced.json()["version"]) == (201, 2 * number + 2)
             assert_is(logprobs_of(http, "x", NUM_CHECKED), new)
-            assert running.result(60) == alone, "a stream of v1 is v1 to its end"
+            assert_same(running.result(60), alone)  # a stream of v1 is v1 to its end
             whole = logprobs_of(http, "x")
             running = self._started(pool, "x")
             began = time.monotonic()
             assert http.delete("/adapters/x").status_code == 200
             self.deletes_s.append(time.monotonic() - began)
             assert http.post("/completions", json=body("x")).status_code == 404
-            assert running.result(60) == whole, "a deletion lets what runs finish"
+            assert_same(running.result(60), whole)  # a deletion lets what runs finish
 
     def _started(self, pool: ThreadPoolExecutor, model: str):
         """A stream of which the first chunk has come: a future of all its log-probabilities."""
@@ -126,7 +127,7 @@ class Churn:
 
         def keep_streaming(model: str) -> None:
             while not over.is_set():
-                assert self._stream(model) == solo[model], f"a stream of {model} was disturbed"
+                assert_same(self._stream(model), solo[model])
                 self.num_background += 1
 
         with ThreadPoolExecutor(len(models)) as pool:

@@ -7,7 +7,8 @@ from tests.served import Served
 from tests.tiny import tiny_adapter, write_peft_dir
 
 # a pool so small that eight requests preempt each other
-OPTIONS = ("--block-size", "4", "--kv-blocks", "64", "--context", "128", "--adapter-slots", "2", "--demo")
+OPTIONS = ("--dtype", "float32", "--block-size", "4", "--kv-blocks", "64", "--context", "128")
+OPTIONS += ("--adapter-slots", "2", "--demo")
 
 
 def models(model_dir: Path) -> tuple[str, ...]:

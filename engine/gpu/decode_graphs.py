@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.batch import Batch, Rows
 from engine.config import EngineConfig
 from engine.gpu.sampler import greedy
+from engine.gpu.shapes import shapes_of
 from engine.gpu.shared_prefixes import LEAST_DECODES, may_share
 from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
@@ -30,8 +31,6 @@ from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.timing import timed
 from kernels.upload import spans, upload
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-RANKS = (16, 32, 64, 128, 256)  # a graph serves adapters up to one of these ranks
 GRAPH_BYTES = 6 << 20  # of one captured step, in the driver
 _BUFFERS = 3  # pinned arrays in turn: a step's is read by the device while the next one's is filled
 
@@ -58,7 +57,7 @@ class DecodeGraphs:
         self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: Any
     ) -> None:
         self._model, self._kv, self._slots, self.drawn = model, kv, slots, drawn
-        self.sizes = graph_sizes(config.max_sequences)
+        self.sizes = shapes_of(config).decodes
         self._kinds = graph_kinds(model.config, config)
         self._device = model.embedding.device
         self._tables = BlockTables(self.sizes[-1], -(-config.context_tokens // config.block_size), self._device)
@@ -136,26 +135,22 @@ def replay(graph: torch.cuda.CUDAGraph) -> None:
     graph.replay()
 
 
-def graph_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Up to the first that holds so many sequences; what no size holds is launched kernel by kernel."""
-    smaller = tuple(size for size in SIZES if size < max_sequences)
-    return SIZES[: len(smaller) + 1]
-
-
 def graph_kinds(model: ModelConfig, config: EngineConfig) -> tuple[Kind, ...]:
     """All that are captured, of each size those of lower ranks first. Steps with groups take adapters of any rank in
     one graph."""
-    sizes, ranks = graph_sizes(config.max_sequences), (0, *rank_bounds(config))
-    larger = [size for size in sizes if size >= LEAST_DECODES] if may_share(model, config) else []
+    shapes = shapes_of(config)
+    larger = [size for size in shapes.decodes if size >= LEAST_DECODES] if may_share(model, config) else []
     return (
-        *(Kind(size, rank, has_groups=False) for size in sizes for rank in ranks),
-        *(Kind(size, rank, has_groups=True) for size in larger for rank in dict.fromkeys((0, ranks[-1]))),
+        *(Kind(size, rank, has_groups=False) for size in shapes.decodes for rank in shapes.ranks),
+        *(Kind(size, rank, has_groups=True) for size in larger for rank in sorted({0, shapes.ranks[-1]})),
     )
 
 
 def graph_bytes(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
     """What the graphs take in the driver, and attention's partial results in the largest, whose memory all share."""
     kinds, attention = graph_kinds(model, config), model.attention
+    if not kinds:
+        return 0
     largest = max((kind.size, kind.has_groups) for kind in kinds)
     shape = decode_shape(model, config, device, largest[0], has_groups=largest[1])
     partials = shape.most_partials * attention.num_kv_heads * (attention.head_dim + 2) * torch.float32.itemsize
@@ -176,12 +171,6 @@ def decode_shape(
         sliding_window=attention.sliding_window,
         has_groups=has_groups,
     )
-
-
-def rank_bounds(config: EngineConfig) -> tuple[int, ...]:
-    """Up to the first that no adapter is above."""
-    smaller = tuple(rank for rank in RANKS if rank < config.max_lora_rank)
-    return RANKS[: len(smaller) + 1] if config.adapter_slots else ()
 
 
 def resolve(batch: Batch, drawn: Tensor) -> Batch:

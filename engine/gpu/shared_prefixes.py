@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.gpu.shapes import shapes_of
 from engine.models.config import ModelConfig
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import Sequence
@@ -44,10 +45,10 @@ class Place:
 
 
 def may_share(model: ModelConfig, config: EngineConfig) -> bool:
-    """Whether steps can have groups: in one, a row's last bits depend on who shares its step."""
+    """Whether steps can have groups: in one, a row's last bits depend on who shares the step."""
     attention = model.attention
     fits = may_group(attention.num_heads, attention.num_kv_heads, attention.sliding_window)
-    return fits and not config.deterministic
+    return fits and not shapes_of(config).is_fixed
 
 
 class SharedPrefixes:

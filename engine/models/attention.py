@@ -80,9 +80,9 @@ class Attention:
         num_turned = self.num_heads + self.num_kv_heads
         heads = self.qkv(x, lora).unflatten(-1, (num_turned + self.num_kv_heads, self.head_dim))
         turned, new = self.norms(heads[:, :num_turned]), heads[:, num_turned:]
-        keys, values = kv.keys[self.layer], kv.values[self.layer]
-        places = batch.positions, rope_table, keys, values, batch.slot_mapping
-        return qk_rope_kv(turned, new, *places, self.head_norms)
+        caches = kv.keys[self.layer], kv.values[self.layer]
+        places = batch.positions, rope_table, caches, batch.slot_mapping
+        return qk_rope_kv(turned, new, *places, self.head_norms, self.output.weight.data)
 
     def attend(self, queries: Tensor, plan: AttentionPlan, kv: KVCache) -> Tensor:
         """queries [T, N_q, D] → what they see, [T, N_q, D]."""

@@ -14,7 +14,12 @@ class GatedMlp:
         self.down = down
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x, lora)), lora)
+        return self.down(silu_mul(self.gate_up(x, lora), self.down.weight.data), lora)
+
+    @property
+    def first_weight(self) -> Tensor:
+        """Of the product that comes first; see kernels/prefetch."""
+        return self.gate_up.weight.data
 
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down

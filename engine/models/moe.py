@@ -57,6 +57,11 @@ class MoeMlp:
         y = combine(grouped_linear(inner, self.down, plan), topk_weights, plan)
         return y if self.shared is None else y + self.shared(x, lora)
 
+    @property
+    def first_weight(self) -> Tensor | None:
+        """None: which weights are read is chosen first."""
+        return None
+
     def linears(self) -> "tuple[Linear | MoeMlp, ...]":
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
 

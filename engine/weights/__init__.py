@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,33 +16,41 @@ from engine.weights.gguf_tokenizer import card_from_gguf
 from engine.weights.tokenizer import card_from_directory
 from engine.wire import TokenizerCard
 
+_HASHED_AT_ONCE = 8 << 20  # bytes
 __all__ = ["CorruptAdapter", "LoadedModel", "UnsupportedModel", "load_model"]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """``weights`` by Hugging Face name, each cast, or of 8 bits with its scales under its name and SCALE; ``revision``
-    is the hex SHA-256 of what they came from."""
+    """``weights`` by Hugging Face name, each cast, or of 8 bits with its scales under its name and SCALE."""
 
     config: ModelConfig
     weights: dict[str, torch.Tensor]
     tokenizer: TokenizerCard
-    revision: str
+    digest: Future[str]
+
+    @property
+    def revision(self) -> str:
+        """The hex SHA-256 of what the weights came from: waits for it."""
+        return self.digest.result()
 
 
-def load_model(source: str | Path, dtype: torch.dtype, *, keep_quantised: bool = False) -> LoadedModel:
-    """Reads a ``.gguf`` file, a Hugging Face directory, or ``upcycle:`` and one of these with options (upcycle.py).
+def load_model(
+    source: str | Path, dtype: torch.dtype, device: torch.device = safetensors.CPU, *, keep_quantised: bool = False
+) -> LoadedModel:
+    """Reads a ``.gguf`` file, a Hugging Face directory, or ``upcycle:`` and one of these with options (upcycle.py) onto
+    ``device``.
 
     ``keep_quantised``: weights of 8 bits that the decoder multiplies as they are stay so; otherwise, and in all other
     places, they are multiplied out to ``dtype``. Raises UnsupportedModel, which names what is at fault.
     """
     if str(source).startswith(upcycle.SCHEME):
-        return _load_upcycled(str(source), dtype)
+        return _moved(_load_upcycled(str(source), dtype), device)
     path = Path(source)
     if path.is_dir():
-        return _load_directory(path, dtype, keep_quantised)
+        return _load_directory(path, dtype, device, keep_quantised)
     if path.is_file():
-        return _load_gguf(path, dtype)
+        return _moved(_load_gguf(path, dtype), device)
     raise UnsupportedModel(f"{path} is neither a file nor a directory")
 
 
@@ -56,31 +64,41 @@ def _load_upcycled(source: str, dtype: torch.dtype) -> LoadedModel:
         return mean_mlp_inputs(dense.config, dense.weights, dense.tokenizer)
 
     config, weights = upcycle.upcycle(dense.config, dense.weights, recipe, mean_inputs)
-    revision = hashlib.sha256(f"{dense.revision} {recipe}".encode()).hexdigest()
-    return LoadedModel(config, _complete(config, weights), dense.tokenizer, revision)
+    digest = _in_background(lambda: hashlib.sha256(f"{dense.revision} {recipe}".encode()).hexdigest())
+    return LoadedModel(config, _complete(config, weights), dense.tokenizer, digest)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
     file = GgufFile(path)
     config = _named(lambda: gguf_model.model_config(file))
-    with ThreadPoolExecutor(max_workers=1) as pool:  # hashing and decoding both leave the interpreter lock
-        revision = pool.submit(lambda: hashlib.sha256(file.content).hexdigest())
-        weights = gguf_model.read_weights(file, config, dtype)
-        tokenizer = card_from_gguf(file.metadata)
-        return LoadedModel(config, _complete(config, weights), tokenizer, revision.result())
+    digest = _in_background(lambda: _digest_file(path).hex())
+    weights = gguf_model.read_weights(file, config, dtype)
+    return LoadedModel(config, _complete(config, weights), card_from_gguf(file.metadata), digest)
 
 
-def _load_directory(directory: Path, dtype: torch.dtype, keep_quantised: bool) -> LoadedModel:
+def _in_background(hashed: Callable[[], str]) -> Future[str]:
+    """Hashing leaves the interpreter lock, and nobody needs a revision before the model stands."""
+    pool = ThreadPoolExecutor(max_workers=1)
+    future = pool.submit(hashed)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _moved(loaded: LoadedModel, device: torch.device) -> LoadedModel:
+    return replace(loaded, weights={name: tensor.to(device) for name, tensor in loaded.weights.items()})
+
+
+def _load_directory(directory: Path, dtype: torch.dtype, device: torch.device, keep_quantised: bool) -> LoadedModel:
     said = safetensors.hf_config(directory)
     layout = quantised.layout_of(said)
     config = _named(lambda: from_hf(said))
     paths = safetensors.shard_paths(directory)
-    weights = safetensors.read_weights(paths, dtype, layout)
+    digest = _in_background(lambda: _digest_files([directory / "config.json", *paths]))
+    weights = safetensors.read_weights(paths, dtype, layout, device)
     if layout is not None:
         quantised.settle(weights, layout, dtype, keep=keep_quantised)
     tokenizer = card_from_directory(directory)
-    revision = _digest_files([directory / "config.json", *paths])
-    return LoadedModel(config, _complete(config, weights), tokenizer, revision)
+    return LoadedModel(config, _complete(config, weights), tokenizer, digest)
 
 
 def _named(read: Callable[[], ModelConfig]) -> ModelConfig:
@@ -93,11 +111,20 @@ def _named(read: Callable[[], ModelConfig]) -> ModelConfig:
 def _digest_files(paths: list[Path]) -> str:
     """One hash over the names and contents, each by its own digest, so that no boundary can move."""
     whole = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256")
-        whole.update(hashlib.sha256(path.name.encode()).digest() + content.digest())
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for path, content in zip(paths, pool.map(_digest_file, paths), strict=True):
+            whole.update(hashlib.sha256(path.name.encode()).digest() + content)
     return whole.hexdigest()
+
+
+def _digest_file(path: Path) -> bytes:
+    """In large parts, between which the interpreter lock is asked for; read, since a map of a file that somebody cuts
+    meanwhile would end the process."""
+    content, part = hashlib.sha256(), memoryview(bytearray(_HASHED_AT_ONCE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(part):
+            content.update(part[:count])
+    return content.digest()
 
 
 def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """A Hugging Face model directory: config.json and one or several safetensors files."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from safetensors import SafetensorError, safe_open
 
 from engine.weights.errors import UnsupportedModel, read_json
 from engine.weights.quantised import OF_ACTIVATIONS, Layout
+from engine.weights.staging import Staging
 from kernels.quantised_linear import KINDS
 
+CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
@@ -53,9 +56,12 @@ def shard_paths(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(names)]
 
 
-def read_weights(paths: list[Path], dtype: torch.dtype, layout: Layout | None = None) -> dict[str, torch.Tensor]:
-    """All tensors in ``dtype``, or as ``layout`` has them. Raises UnsupportedModel for a dtype that is no float and not
-    the layout's, or a name in two files."""
+def read_weights(
+    paths: list[Path], dtype: torch.dtype, layout: Layout | None = None, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
+    """All tensors on ``device`` in ``dtype``, or as ``layout`` has them. Raises UnsupportedModel for a dtype that is no
+    float and not the layout's, or a name in two files."""
+    copied = _copied if device.type == "cpu" else _sent(Staging(device))
     weights: dict[str, torch.Tensor] = {}
     for path in paths:
         try:
@@ -65,17 +71,25 @@ def read_weights(paths: list[Path], dtype: torch.dtype, layout: Layout | None = 
                         continue
                     if name in weights:
                         raise UnsupportedModel(f"{path.name}: {name} is in two files")
-                    weights[name] = _cast(name, file.get_tensor(name), dtype, layout)
+                    tensor = file.get_tensor(name)
+                    weights[name] = copied(tensor, _wanted(name, tensor, dtype, layout))
         except SafetensorError as error:
             raise UnsupportedModel(f"{path.name}: {error}") from error
     return weights
 
 
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype, layout: Layout | None) -> torch.Tensor:
+def _wanted(name: str, tensor: torch.Tensor, dtype: torch.dtype, layout: Layout | None) -> torch.dtype:
     if layout is not None and tensor.dtype in KINDS:
-        return tensor.clone()
+        return tensor.dtype
     if tensor.dtype not in _FLOATS:
         raise UnsupportedModel(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}")
-    # never a view of the mapped file: the file may change, and the pages would count twice
-    is_scale = layout is not None and name.endswith(layout.suffix)
-    return tensor.to(torch.float32 if is_scale else dtype, copy=True)
+    return torch.float32 if layout is not None and name.endswith(layout.suffix) else dtype
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Never a view of the mapped file: the file may change, and the pages would count twice."""
+    return tensor.to(dtype, copy=True)
+
+
+def _sent(staging: Staging) -> Callable[[torch.Tensor, torch.dtype], torch.Tensor]:
+    return lambda tensor, dtype: staging.send(tensor).to(dtype)

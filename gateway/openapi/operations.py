@@ -35,7 +35,7 @@ from gateway.schemas import (
     TextChoice,
 )
 from gateway.views.documents import CSV, HTML
-from gateway.views.invoices import InvoiceBody, InvoiceHead
+from gateway.views.invoices import CreditNoteBody, InvoiceBody, InvoiceHead
 from gateway.views.report_query import COSTS, USAGE, Report
 from gateway.views.slo import FORMATS
 from gateway.webhooks.operations import WEBHOOKS
@@ -297,6 +297,7 @@ _REPORTS = (
     ),
 )
 
+_INVOICE_ID = Parameter("invoice_id", "path", STRING, "As the list has it.", True)
 _INVOICES = (
     Operation(
         method="GET",
@@ -315,8 +316,32 @@ _INVOICES = (
         answers=(InvoiceBody,),
         texts=(CSV, HTML),
         parameters=(
-            Parameter("invoice_id", "path", STRING, "As the list has it.", True),
+            _INVOICE_ID,
             Parameter("format", "query", {"enum": ["json", "csv", "html"]}, "`html` is a page to print."),
+            *LABELS,
+        ),
+        refusals=KEYED,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/organization/invoices/{invoice_id}/credit-notes",
+        name="listCreditNotes",
+        summary="What was given back of an invoice",
+        answers=(Listed[CreditNoteBody],),
+        parameters=(_INVOICE_ID, *LABELS),
+        refusals=KEYED,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/organization/invoices/{invoice_id}/credit-notes/{credit_note_id}",
+        name="getCreditNote",
+        summary="A credit note with its lines",
+        answers=(CreditNoteBody,),
+        texts=(HTML,),
+        parameters=(
+            _INVOICE_ID,
+            Parameter("credit_note_id", "path", STRING, "As the list has it.", True),
+            Parameter("format", "query", {"enum": ["json", "html"]}, "`html` is a page to print."),
             *LABELS,
         ),
         refusals=KEYED,

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from kernels.quantised_linear import reference
 from kernels.quantised_linear.reference import BLOCK, dequantised
+from kernels.tiles import tiles
 from kernels.timing import timed
 
-__all__ = ["BLOCK", "KINDS", "QuantisedWeight", "dequantised", "quantised_linear"]
+__all__ = ["BLOCK", "KINDS", "WIDE_BYTES", "QuantisedWeight", "dequantised", "quantised_linear"]
 
 KINDS = (torch.int8, torch.float8_e4m3fn)
+WIDE_BYTES = 128 << 20  # of a weight that is multiplied out on a GPU at a time: enough for cuBLAS at its best
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class QuantisedWeight:
 @timed("linear")
 def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     """x [T, in] fp32 or bf16 → [T, out] in x's dtype, accumulated in fp32. On a CPU a row's bits depend on that row
-    and the weight only; on a GPU also on which row of the tile table T falls into."""
+    and the weight only; on a GPU also on which row of the tile tables T falls into. There few rows meet the weight's
+    numbers as they are, scaled behind the product; for many each of them is multiplied by its scale and rounded to
+    x's dtype once, and WIDE_BYTES of memory are taken meanwhile."""
     size_out, size_in = weight.data.shape
     blocks = (-(-size_out // BLOCK), -(-size_in // BLOCK))
     assert weight.data.dtype in KINDS, weight.data.dtype
@@ -45,8 +49,8 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
         weight.data.shape,
     )
     if x.is_cuda:
-        from kernels.quantised_linear import triton_kernel
+        from kernels.quantised_linear import triton_kernel, triton_widen
 
-        if x.shape[0] <= triton_kernel.MAX_ROWS:
-            return triton_kernel.quantised_linear(x, weight)
+        is_widened = tiles("quantised_form", x.device, tokens=x.shape[0])["is_widened"]
+        return (triton_widen if is_widened else triton_kernel).quantised_linear(x, weight)
     return reference.quantised_linear(x, weight)

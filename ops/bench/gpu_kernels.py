@@ -28,7 +28,7 @@ TIMED_S = {
     "prefill": 40,
     "lora": 110,
     "norm": 25,
-    "quantised": 40,
+    "quantised": 140,
     "shapes": 60,
 }  # at most; what is left out is said
 
@@ -85,7 +85,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1, "quantised": 1, "shapes": 4}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1, "quantised": 5, "shapes": 4}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
@@ -111,8 +111,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 def all_checks() -> dict[str, Callable[[], None]]:
     from ops.bench.gpu import cases_quantised, checks, checks_captured
 
-    own = {"quantised": cases_quantised.quantised_linear_against_float64}
-    return {**checks.CHECKS, **checks_captured.CHECKS, **own}
+    return {**checks.CHECKS, **checks_captured.CHECKS, **cases_quantised.CHECKS}
 
 
 def run_check(name: str) -> int:

@@ -14,6 +14,7 @@ from engine.gpu.runner import CudaRunner
 from engine.scheduler import ChunkResult, StepPlan
 from engine.wire import Flow, SamplingParams, Submit, TokenLogprobs, pack_ids, unpack_ids
 from ops.bench import gpu_engine_checks as common
+from ops.bench.agreement import Agreement, agreement, mean_differences
 from ops.bench.random_model import random_config
 
 NUM_ROWS = 16  # a size of the graphs, so that nothing is filled up
@@ -124,10 +125,8 @@ def check_groups_give_the_logits_of_the_reference(name: str = "tiny") -> dict[st
         else:
             told = _answers(engine, name)
         found[f"{way} decodes in groups"] = float(runner.device_counters.num_grouped - before)
-        mean, argmax = _against_reference(name, weights, told)
-        assert mean < 0.3, f"{way}: mean |difference| of log-probabilities {mean}"
-        assert argmax >= 0.95, f"{way}: argmax agrees in {argmax}"
-        found |= {f"{way} mean_difference": mean, f"{way} argmax": argmax}
+        figures = _against_reference(name, weights, told).check()
+        found |= {f"{way} {figure}": value for figure, value in figures.items()}
     assert found["grouped decodes in groups"] > 200, found
     assert found["plain decodes in groups"] == 0, found
     return found
@@ -161,15 +160,14 @@ def _take(engine: Engine, told: Answers) -> None:
         told[delta.request_id][1].extend(delta.logprobs)
 
 
-def _against_reference(name: str, weights: dict[str, Tensor], told: Answers) -> tuple[float, float]:
-    """Mean |difference| of the best 20 log-probabilities, and how often the best one is the reference's."""
-    differences, same = [], []
+def _against_reference(name: str, weights: dict[str, Tensor], told: Answers) -> Agreement:
+    drawn, differences, expected = [], [], []
     for prompt, tokens in told.values():
         ids = prompt + [token.token_id for token in tokens]
-        logits = common.plain_logits(random_config(name), weights, ids[:-1])
-        expected = logits[len(prompt) - 1 :].log_softmax(-1).cpu()
-        for row, token in zip(expected, tokens, strict=True):
-            best = [one for one, _ in token.top]
-            differences.append((torch.tensor([value for _, value in token.top]) - row[best]).abs().mean())
-            same.append(int(row.argmax()) == token.token_id)
-    return float(torch.stack(differences).mean()), sum(same) / len(same)
+        logits = common.plain_logits(random_config(name), weights, ids[:-1])[len(prompt) - 1 :]
+        best = torch.tensor([[[one for one, _ in token.top]] for token in tokens])
+        found = torch.tensor([[[value for _, value in token.top]] for token in tokens])
+        expected.append(logits.log_softmax(-1).cpu()[:, None])
+        differences.append(mean_differences(best, found, expected[-1]))
+        drawn.append(torch.tensor([[token.token_id] for token in tokens]))
+    return agreement(torch.cat(drawn), torch.cat(differences), torch.cat(expected))

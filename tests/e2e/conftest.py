@@ -19,7 +19,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-TINY_OPTIONS = ("--block-size", "4", "--kv-blocks", "256", "--context", "128", "--adapter-slots", "2", "--demo")
+# fp32 whatever the device prefers: answers are held against fp32 ones
+TINY_OPTIONS = ("--dtype", "float32", "--block-size", "4", "--kv-blocks", "256", "--context", "128")
+TINY_OPTIONS += ("--adapter-slots", "2", "--demo")
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +42,8 @@ class Observed:
 @pytest.fixture(scope="session")
 def observed(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Observed]:
     """The tiny model with room for longer streams, everything logged and traced, for what looks into that."""
-    options = ("--log-level", "debug", "--block-size", "4", "--kv-blocks", "512", "--context", "512")
+    options = ("--log-level", "debug", "--dtype", "float32", "--context", "512")
+    options += ("--block-size", "4", "--kv-blocks", "512")
     options += ("--adapter-slots", "2", "--demo", "--model", f"tiny={model_dir}")
     with pytest.MonkeyPatch.context() as patch, collecting() as collector:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.exactness import assert_same
 from tests.served import Served
 
 GOOD = {"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
@@ -156,7 +157,7 @@ def test_neighbours_of_bad_requests_are_byte_identical(tiny: Served):
         disturbed = [answer.result() for answer in answers]
 
     assert set(statuses) == {400}
-    assert disturbed == [quiet] * 3
+    assert_same(disturbed, [quiet] * 3)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"])

@@ -21,7 +21,8 @@ from tests.uploads import upload
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 450, "stream": True}
-OPTIONS = ("--context", "512", "--block-size", "4", "--kv-blocks", "256", "--adapter-slots", "2", "--demo")
+OPTIONS = ("--dtype", "float32", "--context", "512", "--block-size", "4", "--kv-blocks", "256")
+OPTIONS += ("--adapter-slots", "2", "--demo")
 
 
 @dataclass
@@ -146,8 +147,8 @@ def test_the_cli_makes_a_tenant_and_a_key_that_works(lives):
     _, served = lives
 
     def cli(*words: str) -> dict:
-        tenora = str(Path(sys.executable).with_name("tenora"))
-        command = [tenora, *words, "--json", "--home", str(served.home), "--ops-url", served.ops_url]
+        command = [sys.executable, "-m", "gateway.cli", *words, "--json"]
+        command += ["--home", str(served.home), "--ops-url", served.ops_url]
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)

@@ -5,6 +5,7 @@ The checks themselves are in ops/bench/gpu_engine_checks.py, which a machine wit
 
 import pytest
 
+from ops.bench import gpu_engine_bits
 from ops.bench import gpu_engine_checks as checks
 from ops.bench import gpu_prefix_checks as prefix_checks
 
@@ -40,3 +41,8 @@ def test_decodes_in_groups_have_the_logits_of_the_reference_in_each_namespace(sh
 
 def test_groups_replayed_launched_and_repeated_have_the_same_bits_and_change_nobody_elses():
     prefix_checks.check_groups_are_the_same_replayed_launched_and_repeated()
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen", "tiny-int8", "tiny-block"])
+def test_a_deterministic_engine_gives_a_request_its_bits_in_whatever_steps_it_is_computed(shape: str):
+    gpu_engine_bits.check_deterministic_requests_have_their_bits_in_whatever_steps(shape)

@@ -99,9 +99,11 @@ def test_qk_rope_kv_is_norm_rope_and_store_to_the_last_bit(with_norms, dtype):
     heads, values = random(5, 6, 8, dtype=dtype), random(5, 2, 8, seed=1, dtype=dtype)
     norms = HeadNorms(random(8, seed=2, dtype=dtype), random(8, seed=3, dtype=dtype), 1e-6)
     positions, slots = torch.tensor([0, 1, 7, 7, 599]), torch.tensor([13, 2, 19, 0, 5])
-    caches, wanted = ([torch.full((5, 4, 2, 8), NAN, dtype=dtype) for _ in range(2)] for _ in range(2))
+    caches, wanted = (
+        (torch.full((5, 4, 2, 8), NAN, dtype=dtype), torch.full((5, 4, 2, 8), NAN, dtype=dtype)) for _ in range(2)
+    )
 
-    queries = qk_rope_kv(heads, values, positions, table_of(8), *caches, slots, norms if with_norms else None)
+    queries = qk_rope_kv(heads, values, positions, table_of(8), caches, slots, norms if with_norms else None)
 
     if with_norms:
         parts = zip(heads.split((4, 2), dim=1), (norms.query, norms.key), strict=True)
@@ -112,15 +114,15 @@ def test_qk_rope_kv_is_norm_rope_and_store_to_the_last_bit(with_norms, dtype):
     assert all(torch.equal(*pair) for pair in zip(_zeroed(caches), _zeroed(wanted), strict=True))
 
 
-def _zeroed(caches: list[torch.Tensor]) -> list[torch.Tensor]:
+def _zeroed(caches: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return [cache.nan_to_num(nan=99.0) for cache in caches]
 
 
 def test_qk_rope_kv_stores_nothing_for_the_rows_that_fill_up_a_step():
     heads, values = random(3, 3, 8), random(3, 1, 8, seed=1)
-    caches = [torch.full((2, 4, 1, 8), NAN) for _ in range(2)]
+    caches = torch.full((2, 4, 1, 8), NAN), torch.full((2, 4, 1, 8), NAN)
 
-    queries = qk_rope_kv(heads, values, torch.tensor([4, 0, 0]), table_of(8), *caches, torch.tensor([6, -1, -1]))
+    queries = qk_rope_kv(heads, values, torch.tensor([4, 0, 0]), table_of(8), caches, torch.tensor([6, -1, -1]))
 
     assert queries.isfinite().all()
     assert torch.equal(caches[1].view(8, 8)[6], values[0, 0])

@@ -200,7 +200,7 @@ def rope_and_store(num_rows: int, with_norms: bool = False) -> Built:
 
     def call(heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         turned, rest = heads[:, : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :]
-        return qk_rope_kv(turned, rest, positions, table, keys, values, slots, norms)
+        return qk_rope_kv(turned, rest, positions, table, (keys, values), slots, norms)
 
     def verify() -> float:
         heads, keys, _ = sets[0]

@@ -4,6 +4,7 @@ import json
 
 from kernels.tiles import CONFIGS
 from ops.bench.gpu.cases_shapes import shape_cases
+from ops.bench.gpu.variants_quantised import quantised_variants
 
 Rows = dict[str, dict[str, int] | list[dict[str, int]]]  # of a kernel: one for all sizes, or a table
 
@@ -17,7 +18,13 @@ Variant = tuple[str, Rows, tuple[str, ...]]
 
 def variants() -> dict[str, list[Variant]]:
     """By section: a label, the rows that take the place of the tables', and the cases to try them on."""
-    found = {"decode": _decode(), "prefill": _prefill(), "lora": _lora(), "norm": _norm(), "quantised": _quantised()}
+    found = {
+        "decode": _decode(),
+        "prefill": _prefill(),
+        "lora": _lora(),
+        "norm": _norm(),
+        "quantised": quantised_variants(),
+    }
     return {**found, "shapes": _shapes()}
 
 
@@ -125,21 +132,3 @@ def _norm() -> list[Variant]:
         ),
         *((*one, tuple(f"silu x up 14336 T={n}" for n in (64, 1024, 4096))) for one in silus),
     ]
-
-
-def _quantised() -> list[Variant]:
-    kinds = ("int8", "fp8")
-    narrow = tuple(f"{kind} {size} T=32" for kind in kinds for size in ("4096→6144", "14336→4096"))
-    wide = tuple(f"{kind} 4096→28672 T=32" for kind in kinds)
-    found = []
-    for cases, tried in (
-        (narrow, ((32, 256, 4, 4, 4), (64, 128, 4, 4, 4), (64, 256, 4, 4, 3), (128, 128, 8, 4, 4))),
-        (wide, ((32, 256, 1, 4, 4), (64, 128, 1, 4, 5), (64, 128, 2, 4, 4), (64, 256, 1, 4, 3), (128, 128, 1, 4, 4))),
-    ):
-        for n, k, parts, warps, stages in tried:
-            row = {"block_m": 64, "block_n": n, "block_k": k, "parts": parts, "pdl": 1}
-            row |= {"num_warps": warps, "num_stages": stages}
-            found.append(
-                (f"n{n} k{k} parts {parts} warps {warps} stages {stages}", _rows("quantised_linear", **row), cases)
-            )
-    return found

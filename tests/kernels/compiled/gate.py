@@ -26,10 +26,12 @@ from triton.runtime.jit import JITFunction
 from kernels import tiles
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
 from kernels.paged_attention import triton_kernel as attention_kernel
+from kernels.prefetch import Prefetch, prefetch_of
 from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear import triton_kernel as quantised_kernel
+from kernels.quantised_linear import triton_widen as widen_kernel
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import triton_kernel as rope_kernel
 from kernels.sampling import SamplingRows
@@ -87,7 +89,8 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads."""
+    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads, and
+    prefetches where there are any."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -99,7 +102,9 @@ def resources(compiled: Any) -> dict[str, int]:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, code))
 
+    prefetches = count(r"\bUBLKPF\.L2")
     return {
+        **({"prefetches": prefetches} if prefetches else {}),
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
         "spills": count(r"\b(?:LDL|STL)\b"),
@@ -116,13 +121,22 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def qk_rope_kv(num_tokens: int, heads: tuple[int, int, int], norms: HeadNorms | None) -> None:
+def qk_rope_kv(
+    num_tokens: int, heads: tuple[int, int, int], norms: HeadNorms | None, prefetch: Prefetch | None = None
+) -> None:
     num_heads, num_kv_heads, head_dim = heads
     x = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     cache, numbers = normal(4, 16, num_kv_heads, head_dim), torch.arange(num_tokens)
     turned, values = x[:, : num_heads + num_kv_heads], x[:, num_heads + num_kv_heads :]
     table = torch.zeros(num_tokens, 2, head_dim)
-    qk_rope_kv_kernel.qk_rope_kv(turned, values, numbers, table, cache, cache, numbers, norms)
+    qk_rope_kv_kernel.qk_rope_kv(turned, values, numbers, table, cache, cache, numbers, norms, prefetch)
+
+
+def beside_a_weight(row_bytes: int) -> None:
+    prefetch = prefetch_of(normal(4096, 4096), 8 << 20, row_bytes, 132)
+    rms_norm_kernel.rms_norm(normal(32, 4096), normal(4096), 1e-5, normal(32, 4096), prefetch)
+    silu_mul_kernel.silu_mul(normal(32, 2 * 14336), prefetch)
+    qk_rope_kv(32, (32, 8, 128), None, prefetch)
 
 
 def attention(
@@ -158,11 +172,10 @@ def captured_decode(heads: tuple[int, int, int], *, has_groups: bool) -> None:
     attention_kernel.paged_attention(normal(64, num_heads, head_dim), cache, cache, plan, head_dim**-0.5)
 
 
-def quantised(num_rows: int, kind: torch.dtype, sizes: tuple[int, int], *, is_blocked: bool) -> None:
+def quantised_weight(kind: torch.dtype, sizes: tuple[int, int], *, is_blocked: bool) -> QuantisedWeight:
     size_out, size_in = sizes
     scales = torch.zeros((size_out // 128, size_in // 128) if is_blocked else (size_out,))
-    weight = QuantisedWeight(torch.zeros(size_out, size_in, dtype=kind), scales)
-    quantised_kernel.quantised_linear(normal(num_rows, size_in), weight)
+    return QuantisedWeight(torch.zeros(size_out, size_in, dtype=kind), scales)
 
 
 def sample(num_rows: int) -> None:
@@ -221,6 +234,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 f"qk_rope_kv T={num_tokens} {'/'.join(map(str, heads))}{' norms' if norms else ''}",
                 lambda n=num_tokens, heads=heads, norms=norms: qk_rope_kv(n, heads, norms),
             )
+    for name, row_bytes in (("rows", 0), ("columns", 512)):
+        yield f"beside a weight by {name}, small ops", lambda row_bytes=row_bytes: beside_a_weight(row_bytes)
     for name, heads in {"32/8 128": (32, 8, 128), "9/3 64": (9, 3, 64), "8/1 256": (8, 1, 256)}.items():
         yield f"decode {name}", lambda heads=heads: attention(heads, 1, 4096)
         yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)
@@ -248,16 +263,19 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r, num_slots=n),
             )
     yield "sample", lambda: sample(64)
-    for num_rows in (16, 64):
-        for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
-            for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
-                yield (
-                    f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''} T={num_rows}",
-                    lambda n=num_rows, kind=kind, sizes=sizes, is_blocked=is_blocked: quantised(
-                        n, kind, sizes, is_blocked=is_blocked
-                    ),
-                )
+    yield from quantised_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
+
+
+def quantised_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
+            weight = quantised_weight(kind, sizes, is_blocked=is_blocked)
+            label = f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''}"
+            for num_rows in (1, 16, 32, 64, 128, 256):
+                x = normal(num_rows, sizes[1])
+                yield f"{label} T={num_rows}", lambda x=x, weight=weight: quantised_kernel.quantised_linear(x, weight)
+            yield f"{label} widened", lambda weight=weight: widen_kernel.widened(weight, 0, 14336, torch.bfloat16)
 
 
 _known: dict[str, dict[str, int]] = {}

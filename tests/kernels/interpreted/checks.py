@@ -131,9 +131,16 @@ def check_qk_rope_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: t
     assert all(torch.equal(blocks[0], block) for blocks, block in zip(memory, before, strict=True))
 
 
-def attend(kernel: ModuleType, batch: RaggedKv, spans: Spans, groups: Sequence[PrefixGroup] = ()) -> Tensor:
+def attend(
+    kernel: ModuleType,
+    batch: RaggedKv,
+    spans: Spans,
+    groups: Sequence[PrefixGroup] = (),
+    *,
+    is_fixed: bool = False,
+) -> Tensor:
     queries, plan = batch.step(spans)
-    plan = dataclasses.replace(plan, groups=tuple(groups))
+    plan = dataclasses.replace(plan, groups=tuple(groups), is_fixed=is_fixed)
     return kernel.paged_attention(queries, batch.key_cache, batch.value_cache, plan, batch.heads.head_dim**-0.5)
 
 
@@ -188,7 +195,13 @@ def share_prefix(batch: RaggedKv, members: Sequence[int], num_tokens: int) -> No
 
 
 def check_attention(
-    kernel: ModuleType, batch: RaggedKv, spans: Spans, groups: Sequence[PrefixGroup] = (), *, room: int | None = None
+    kernel: ModuleType,
+    batch: RaggedKv,
+    spans: Spans,
+    groups: Sequence[PrefixGroup] = (),
+    *,
+    room: int | None = None,
+    is_fixed: bool = False,
 ) -> None:
     """All that a query must not see is NaN (kernels.testing), and so are the sequence's own later positions. With
     ``room`` through a captured plan."""
@@ -201,7 +214,7 @@ def check_attention(
     )
     hidden = hide_unseen(batch, spans)
     if room is None:
-        assert_matches_reference(attend(kernel, hidden, spans, groups), expected)
+        assert_matches_reference(attend(kernel, hidden, spans, groups, is_fixed=is_fixed), expected)
     else:
         assert_matches_reference(attend_captured(kernel, hidden, spans, room, groups), expected)
 
@@ -229,6 +242,7 @@ def small_tiles(monkeypatch) -> None:
         "captured_work": [{"programs": 4, "per_sequence": 1}],
         "captured_group_work": [{"programs": 4, "per_sequence": 0}],
         "chunk_work": [{"block_m": 32, "max_chunk": 32}],
+        "fixed_work": [{"block_m": 32, "max_chunk": 32}],
         "merge": [{"chunks": 2, "num_warps": 4, "pdl": 0}],
         "attend_split": attend,
         "attend_chunk": attend,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.quantised_linear import QuantisedWeight, reference
+from kernels.quantised_linear import QuantisedWeight, reference, triton_widen
 from kernels.quantised_linear import triton_kernel as quantised_kernel
 from kernels.testing import assert_matches_reference
 from tests.kernels.interpreted.checks import draw, planted, sliced
@@ -64,3 +64,54 @@ def test_a_planted_fault_is_caught(fault, tmp_path):
 def check_all(kernel, weights: list[QuantisedWeight]) -> None:
     for weight in weights:
         check(kernel, 3, weight, FLOAT)
+
+
+def check_widened(widen, weight: QuantisedWeight, first: int, num_rows: int, dtype: torch.dtype) -> None:
+    """Bit by bit; behind the weight's last number stands NaN."""
+    count = weight.data.numel()
+    memory = torch.full((count + 4096,), 0x7F, dtype=torch.uint8)  # NaN of fp8, 127 of int8
+    memory[:count] = weight.data.view(torch.uint8).flatten()
+    data = memory[:count].view(weight.data.dtype).view(weight.data.shape)
+    expected = reference.dequantised(weight)[first : first + num_rows].to(dtype)
+    assert torch.equal(widen.widened(QuantisedWeight(data, weight.scales), first, num_rows, dtype), expected)
+
+
+@KINDS
+@BLOCKED
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize(
+    ("size_out", "size_in", "first", "num_rows"), [(40, 97, 0, 40), (150, 300, 128, 22), (300, 256, 128, 128)]
+)
+def test_numbers_are_multiplied_out_to_the_bit(size_out, size_in, first, num_rows, dtype, is_blocked, kind):
+    weight = weight_of(size_out, size_in, kind, is_blocked=is_blocked, bias=False)
+    check_widened(triton_widen, weight, first, num_rows, dtype)
+
+
+@BLOCKED
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("wide_bytes", [1 << 20, 128 * 300 * 4], ids=["at once", "in parts"])
+def test_a_product_with_parts_multiplied_out_equals_the_whole(wide_bytes, bias, is_blocked, monkeypatch):
+    monkeypatch.setattr(triton_widen, "WIDE_BYTES", wide_bytes)
+    check(triton_widen, 17, weight_of(300, 300, torch.int8, is_blocked=is_blocked, bias=bias), FLOAT)
+
+
+WIDE_FAULTS = {
+    "a channel's scale of the part's first rows": ("p_scales + first_row + i_rows", "p_scales + i_rows"),
+    "a block's scale of its neighbour": ("+ first_in // SCALED", "+ first_in // SCALED // 2"),
+    "columns left out": ("(o_in < SIZE_IN)", "(o_in < SIZE_IN - 1)"),
+    "rows of another part": ("((first_row + i_rows) * SIZE_IN)", "(i_rows * SIZE_IN)"),
+    "a row left out": ("m_rows = i_rows < num_rows", "m_rows = i_rows < num_rows - 1"),
+}
+
+
+@pytest.mark.parametrize("fault", WIDE_FAULTS.values(), ids=WIDE_FAULTS)
+def test_a_fault_planted_where_numbers_are_multiplied_out_is_caught(fault, tmp_path):
+    faulty = planted(triton_widen, fault, tmp_path)
+    weights = [weight_of(300, 300, torch.int8, is_blocked=is_blocked, bias=False) for is_blocked in (False, True)]
+    with pytest.raises(AssertionError):
+        check_all_widened(faulty, weights)
+
+
+def check_all_widened(widen, weights: list[QuantisedWeight]) -> None:
+    for weight in weights:
+        check_widened(widen, weight, 128, 172, FLOAT)

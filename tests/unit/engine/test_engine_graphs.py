@@ -1,10 +1,12 @@
-"""engine/graphs: the numbers of a step in flat memory, and what of the block tables is sent."""
+"""engine/gpu: sizes of steps, the numbers of a step in flat memory, and what of the block tables is sent."""
 
 import numpy as np
+import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.gpu.decode_graphs import BlockTables, Layout, Step, graph_bytes, graph_kinds
+from engine.gpu.shapes import in_one_shape, shapes_of
 from engine.scheduler import Chunk
 from engine.sequence import PENDING, Sequence
 from kernels.paged_attention import DecodeShape, PrefixGroup
@@ -127,3 +129,33 @@ def test_graphs_are_reckoned_with_the_partial_results_of_groups():
     few, more = (graph_bytes(tiny_config(), config(deterministic=alone), CPU) for alone in (True, False))
 
     assert more > few + 12 * (6 << 20)
+
+
+def test_an_engine_has_a_graph_for_each_kind_of_step():
+    shapes = shapes_of(EngineConfig(max_running=20, max_lora_rank=40))
+
+    assert shapes.decodes == (1, 2, 4, 8, 16, 24)
+    assert shapes.ranks == (0, 16, 32, 64)
+    assert shapes.head_rows == 0
+    assert not shapes.is_fixed
+
+
+@pytest.mark.parametrize(
+    ("max_running", "max_step_tokens", "size", "lowered"),
+    [(64, 8192, 1024, 1024), (20, 30, 64, 30), (100, 128, 128, 128), (300, 256, 512, 256), (4096, 8192, 1024, 1024)],
+)
+def test_a_deterministic_engine_has_one_shape_that_holds_every_step(max_running, max_step_tokens, size, lowered):
+    sizes = EngineConfig(max_running=max_running, max_step_tokens=max_step_tokens, deterministic=True)
+
+    config = in_one_shape(sizes)
+    shapes = shapes_of(config)
+
+    assert config.max_step_tokens == lowered
+    assert config.max_sequences <= size
+    assert (shapes.decodes, shapes.tokens, shapes.head_rows, shapes.is_fixed) == ((), (size,), size, True)
+    assert shapes_of(sizes) == shapes
+
+
+@pytest.mark.parametrize(("slots", "rank", "expected"), [(8, 40, (64,)), (8, 16, (16,)), (0, 40, (0,))])
+def test_a_deterministic_engine_takes_one_form_of_lora_whatever_is_in_a_step(slots, rank, expected):
+    assert shapes_of(EngineConfig(adapter_slots=slots, max_lora_rank=rank, deterministic=True)).ranks == expected

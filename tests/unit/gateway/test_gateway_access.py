@@ -69,6 +69,12 @@ NAMING: dict[tuple[str, str], Ask | None] = {
     ("GET", "/v1/organization/slo"): None,
     ("GET", "/v1/organization/invoices"): None,
     ("GET", "/v1/organization/invoices/{invoice_id}"): lambda http, name: http.get(f"/organization/invoices/{name}"),
+    ("GET", "/v1/organization/invoices/{invoice_id}/credit-notes"): lambda http, name: http.get(
+        f"/organization/invoices/{name}/credit-notes"
+    ),
+    ("GET", "/v1/organization/invoices/{invoice_id}/credit-notes/{credit_note_id}"): lambda http, name: http.get(
+        f"/organization/invoices/{name}/credit-notes/crn_0"
+    ),
     ("GET", "/health"): None,
     ("GET", "/v1/openapi.json"): None,
 }

@@ -186,3 +186,38 @@ def test_a_tenant_sees_its_own_invoices_and_nobody_elses(house: House):
     assert none["data"] == []
     assert foreign.status_code == absent.status_code == 404
     assert foreign.text.replace(invoice_id, "inv_0") == absent.text
+
+
+def test_a_tenant_sees_what_was_given_back_of_its_own_invoices_and_nobody_elses(house: House):
+    from invoicing import book, enormous, issue
+
+    from tenants.invoices.credit_notes import CreditNoteRepository
+    from tenants.repositories import RateCardRepository
+
+    key, stranger = house.new_tenant("given back to"), house.new_tenant("not given back to")
+    database = house.parts.database
+
+    async def make() -> tuple[str, str]:
+        async with database.session() as session:
+            card = (await RateCardRepository(session).list_all())[-1]
+        await book(database, enormous(house.tenants[key], card, instant("2026-01-20")))
+        issued = await issue(database, house.tenants[key], "2026-01")
+        async with database.session() as session:
+            note = await CreditNoteRepository(session).issue(issued, {1: 25}, "outage", instant("2026-02-02"))
+            await session.commit()
+            return issued.invoice.invoice_id, note.credit_note_id
+
+    invoice_id, note_id = house.on_loop(make())
+    path = f"/organization/invoices/{invoice_id}/credit-notes"
+    with house.http(key) as http, house.http(stranger) as other:
+        (listed,) = http.get(path).json()["data"]
+        shown = http.get(f"{path}/{note_id}")
+        page = http.get(f"{path}/{note_id}", params={"format": "html"})
+        absent = http.get(f"{path}/crn_0")
+        foreign = [other.get(path), other.get(f"{path}/{note_id}")]
+
+    assert listed == shown.json()
+    assert (listed["id"], listed["reason"], listed["total"]) == (note_id, "outage", "0.25")
+    assert listed["lines"] == [{"invoice_line": 1, "amount": "0.25"}]
+    assert page.headers["content-security-policy"].startswith(PAGE_CSP)
+    assert [answer.status_code for answer in (absent, *foreign)] == [404, 404, 404]

@@ -1,0 +1,172 @@
+"""A decode step of 32 sequences on one GPU as its graph is, under several rows of the tile tables, in one process.
+
+    python3 -m ops.bench.gpu_decode_step [--shape llama8b] [--match SETTINGS] [--tokens 130] [--out FOLDER]
+
+Each setting is a capture of its own; the graphs are replayed in turn, so that a drift of the clock meets all of them.
+A setting whose logits differ by a bit from those of the first ("off") fails. FOLDER/gpu_decode_step.json has the
+medians; FOLDER/layer_NAME.txt what each launch of a layer takes, and the gap before it.
+
+What is predicted, and why: ops/bench/NOTES.md, "A decode step".
+"""
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.gpu.decode_graphs import Captured, DecodeGraphs
+from engine.gpu.runner import CudaRunner
+from engine.scheduler import StepPlan
+from ops.bench.gpu_engine_checks import Rows
+from ops.bench.gpu_kernels import other_rows
+from ops.bench.random_model import random_config, random_decoder
+
+Setting = dict[str, dict[str, int] | list[dict[str, int]]]  # rows that take the place of the tables'
+SEQUENCES = 32
+ROUNDS, REPLAYS = 5, 40
+EARLY = ("norm", "rope", "silu_mul", "attend")
+
+
+def _beside(op: str, mib: int, row_bytes: int = 0, programs: int = 132) -> Setting:
+    return {f"prefetch_{op}": {"mib": mib, "row_bytes": row_bytes, "programs": programs}}
+
+
+def _early(*ops: str) -> Setting:
+    return {"pdl": {op: int(op in ops) for op in EARLY}}
+
+
+def settings() -> dict[str, Setting]:
+    found: dict[str, Setting] = {"off": {}}
+    found |= {f"early {op}": _early(op) for op in EARLY}
+    found |= {"early all": _early(*EARLY), "early all, beside 8/24/8": _early(*EARLY) | _all((8, 24, 8), 132)}
+    found |= {f"norm {mib}": _beside("norm", mib) for mib in (4, 8, 16)}
+    found |= {f"norm 12 columns {size}": _beside("norm", 12, size) for size in (256, 512, 1024)}
+    found |= {f"silu {mib}": _beside("silu_mul", mib) for mib in (4, 8, 16)}
+    found |= {f"silu 8 columns {size}": _beside("silu_mul", 8, size) for size in (512, 2048)}
+    found |= {f"rope {mib}": _beside("rope", mib) for mib in (8, 16, 24, 32)}
+    found |= {f"rope 24 columns {size}": _beside("rope", 24, size) for size in (2048, 6144)}
+    found |= {f"all 8/24/8 programs {count}": _all((8, 24, 8), count) for count in (32, 64, 132, 264)}
+    found |= {f"all {'/'.join(map(str, mib))}": _all(mib, 132) for mib in ((4, 16, 4), (8, 32, 8), (12, 24, 12))}
+    return found
+
+
+def _all(mib: tuple[int, int, int], programs: int) -> Setting:
+    norm, rope, silu = mib
+    found = _beside("norm", norm, 0, programs)
+    return found | _beside("rope", rope, 0, programs) | _beside("silu_mul", silu, 0, programs)
+
+
+class Step:
+    """One decode step of a random model, to be captured under several settings and replayed."""
+
+    def __init__(self, shape: str, num_tokens: int) -> None:
+        device, config = torch.device("cuda"), random_config(shape)
+        sizes = EngineConfig(
+            num_blocks=SEQUENCES * 64,
+            context_tokens=1024,
+            max_step_tokens=1024,
+            max_running=SEQUENCES,
+            adapter_slots=0,
+            max_lora_rank=16,
+        )
+        runner = CudaRunner(random_decoder(shape, device), sizes)
+        graphs = runner._decodes
+        assert graphs is not None, shape
+        self.graphs: DecodeGraphs = graphs
+        self.plan = self._decodes(Rows(config, [num_tokens] * SEQUENCES))
+        for keys, values in zip(runner.kv.keys, runner.kv.values, strict=True):  # zeros would be an easy softmax
+            keys.normal_()
+            values.normal_()
+
+    def _decodes(self, rows: Rows) -> StepPlan:
+        for choice in rows.choices:
+            choice.num_computed_tokens = len(choice.token_ids) - 1
+        return rows.plan()
+
+    def capture(self, setting: Setting) -> Captured:
+        with other_rows(setting):
+            self.graphs._graphs[SEQUENCES, 0] = self.graphs._capture(SEQUENCES, 0)
+        self.logits()  # its numbers are in place
+        return self.graphs._graphs[SEQUENCES, 0]
+
+    def logits(self) -> torch.Tensor:
+        return self.graphs.replay(self.plan, {}).clone()
+
+
+def replay_us(captured: Captured) -> list[float]:
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    for before, after in pairs:
+        before.record()
+        captured.graph.replay()
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) * 1e3 for before, after in pairs]
+
+
+def layer_launches(replay: Callable[[], None]) -> list[str]:
+    """The launches from one layer's attention to the next one's: means over layers of µs and of the gap before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        replay()
+        torch.cuda.synchronize()
+    events = [event for event in seen.events() or [] if "CUDA" in str(event.device_type)]
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    starts = [number for number, event in enumerate(ordered) if "_attend" in event.name]
+    length = min(after - before for before, after in pairwise(starts))
+    lines, whole = [], 0.0
+    for offset in range(length):
+        places = [start + offset for start in starts[1:-1]]
+        group, before = [ordered[place] for place in places], [ordered[place - 1] for place in places]
+        gaps = [now.time_range.start - last.time_range.end for now, last in zip(group, before, strict=True)]
+        took, gap = statistics.mean(event.time_range.elapsed_us() for event in group), statistics.mean(gaps)
+        whole += took + gap
+        lines.append(f"{took:8.2f} us {gap:6.2f} before  {group[0].name[:90]}")
+    return [*lines, f"{whole:8.2f} us a layer, {len(ordered)} launches a step"]
+
+
+def measure(step: Step, chosen: dict[str, Setting], out: Path) -> dict[str, dict[str, float]]:
+    graphs, wanted = {}, None
+    for name, setting in chosen.items():
+        graphs[name] = step.capture(setting)
+        logits = step.logits()
+        wanted = logits if wanted is None else wanted
+        assert bool(logits.isfinite().all()), name
+        assert torch.equal(logits, wanted), f"{name}: other logits"
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, captured in graphs.items():
+            times[name] += replay_us(captured)[5:]  # the first ones find another graph's weights in L2
+    first = statistics.median(times[next(iter(times))])
+    found = {}
+    for name, captured in graphs.items():
+        median = statistics.median(times[name])
+        found[name] = {"us": median, "least_us": min(times[name]), "saved_us": first - median}
+        print(f"{name:40} {median:9.1f} us  least {min(times[name]):9.1f}  saved {first - median:8.1f}", flush=True)
+        lines = layer_launches(captured.graph.replay)
+        (out / f"layer_{re.sub(r'[^a-z0-9]+', '_', name)}.txt").write_text("\n".join(lines) + "\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama8b")
+    parser.add_argument("--match", default="", help="only the settings whose names this regular expression finds")
+    parser.add_argument("--tokens", type=int, default=130, help="of each sequence's context")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu_decode_step"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    chosen = {name: row for name, row in settings().items() if name == "off" or re.search(options.match, name)}
+    with torch.inference_mode():
+        found = measure(Step(options.shape, options.tokens), chosen, options.out)
+    (options.out / "gpu_decode_step.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
