@@ -1,7 +1,7 @@
 """A step's plan as flat tensors: all chunks one behind the other, no padding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
 from kernels.paged_attention import AttentionPlan, plan_attention
 from kernels.sgmv import SgmvPlan, plan_sgmv
-from kernels.upload import upload
+from kernels.upload import ALIGNED, upload
 
 Numbers = NDArray[np.int64]
 Rows = Mapping[int, int]  # seq_id → its row among the tokens that the step ahead draws
@@ -51,9 +51,11 @@ class Flat:
     tables: Numbers
     logits_rows: Numbers
 
-    def attention(self, tables: Tensor, block_size: int, attention: AttentionConfig) -> AttentionPlan:
+    def attention(
+        self, tables: Tensor, block_size: int, attention: AttentionConfig, *, is_fixed: bool = False
+    ) -> AttentionPlan:
         """``tables`` are those of this step, on the device."""
-        return plan_attention(
+        plan = plan_attention(
             tables,
             self.starts.tolist(),
             self.context_lens.tolist(),
@@ -62,6 +64,7 @@ class Flat:
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
         )
+        return replace(plan, is_fixed=is_fixed)
 
 
 def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
@@ -112,9 +115,11 @@ def tokens_of(chunk: Chunk, ahead: Rows) -> list[int]:
 
 
 def _block_tables(chunks: tuple[Chunk, ...]) -> Numbers:
-    """[N, most blocks]; short tables are filled with block 0, which is never read through them."""
+    """[N, most blocks]; short tables are filled with block 0, which is never read through them. Rows are whole lines
+    of memory: kernels are compiled for that, and not again for a step whose longest table has another length."""
     tables = [chunk.sequence.block_table for chunk in chunks]
-    found = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    most = -(-max(map(len, tables)) // ALIGNED) * ALIGNED
+    found = np.zeros((len(tables), most), dtype=np.int64)
     for row, table in zip(found, tables, strict=True):
         row[: len(table)] = table
     return found

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.batch import Batch, Rows
 from engine.config import EngineConfig
 from engine.gpu.sampler import greedy
+from engine.gpu.shapes import graph_sizes, rank_bounds
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots
@@ -28,8 +29,6 @@ from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.timing import timed
 from kernels.upload import spans, upload
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-RANKS = (16, 32, 64, 128, 256)  # a graph serves adapters up to one of these ranks
 _BUFFERS = 3  # pinned arrays in turn: a step's is read by the device while the next one's is filled
 
 
@@ -131,18 +130,6 @@ class DecodeGraphs:
 def replay(graph: torch.cuda.CUDAGraph) -> None:
     """Whatever ops it holds: on the device they are one."""
     graph.replay()
-
-
-def graph_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Up to the first that holds so many sequences; what no size holds is launched kernel by kernel."""
-    smaller = tuple(size for size in SIZES if size < max_sequences)
-    return SIZES[: len(smaller) + 1]
-
-
-def rank_bounds(config: EngineConfig) -> tuple[int, ...]:
-    """Up to the first that no adapter is above."""
-    smaller = tuple(rank for rank in RANKS if rank < config.max_lora_rank)
-    return RANKS[: len(smaller) + 1] if config.adapter_slots else ()
 
 
 def resolve(batch: Batch, drawn: Tensor) -> Batch:

@@ -1,7 +1,6 @@
 """Weights from a GGUF file, a Hugging Face directory, or upcycled from one → config, tensors, tokenizer, revision."""
 
 import hashlib
-import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from engine.weights.gguf_tokenizer import card_from_gguf
 from engine.weights.tokenizer import card_from_directory
 from engine.wire import TokenizerCard
 
+_HASHED_AT_ONCE = 8 << 20  # bytes
 __all__ = ["CorruptAdapter", "LoadedModel", "UnsupportedModel", "load_model"]
 
 
@@ -71,7 +71,7 @@ def _load_upcycled(source: str, dtype: torch.dtype) -> LoadedModel:
 def _load_gguf(path: Path, dtype: torch.dtype) -> LoadedModel:
     file = GgufFile(path)
     config = _named(lambda: gguf_model.model_config(file))
-    digest = _in_background(lambda: hashlib.sha256(file.content).hexdigest())
+    digest = _in_background(lambda: _digest_file(path).hex())
     weights = gguf_model.read_weights(file, config, dtype)
     return LoadedModel(config, _complete(config, weights), card_from_gguf(file.metadata), digest)
 
@@ -118,9 +118,13 @@ def _digest_files(paths: list[Path]) -> str:
 
 
 def _digest_file(path: Path) -> bytes:
-    """In one call, which holds no lock that others wait for."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return hashlib.sha256(content).digest()
+    """In large parts, between which the interpreter lock is asked for; read, since a map of a file that somebody cuts
+    meanwhile would end the process."""
+    content, part = hashlib.sha256(), memoryview(bytearray(_HASHED_AT_ONCE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(part):
+            content.update(part[:count])
+    return content.digest()
 
 
 def _complete(config: ModelConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -56,11 +56,6 @@ class GgufFile:
         except (struct.error, UnicodeDecodeError, ValueError, IndexError) as error:
             raise UnsupportedModel(f"{self._name}: broken GGUF structure ({error})") from error
 
-    @property
-    def content(self) -> mmap.mmap:
-        """The file's bytes."""
-        return self._map
-
     def read(self, name: str) -> Array:
         """The tensor as float32, in memory of its own."""
         info = self.tensors[name]

@@ -72,6 +72,10 @@ class AttentionPlan:
     block_tables [N, most blocks] of an int type (what lies past a sequence's blocks is not read), query_starts N + 1
     ints, context_lens N ints: tokens of each sequence in the cache, its queries among them. ``given``: the pieces for
     the GPU, where they stand in memory that the caller fills.
+
+    ``is_fixed`` (without groups): on a GPU too a row's bits depend on what it sees only, not on the chunk it came in,
+    its place there, or who shares the step (work.py says why). Prompts and decodes take one kernel then, which suits
+    neither best.
     """
 
     block_tables: Tensor
@@ -83,6 +87,7 @@ class AttentionPlan:
     sliding_window: int | None
     groups: tuple[PrefixGroup, ...] = ()
     given: AttentionWork | None = None
+    is_fixed: bool = False
 
     @property
     def num_tokens(self) -> int:

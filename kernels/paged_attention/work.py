@@ -6,6 +6,12 @@ step, never on the others' lengths: at equal step shape a row has the same bits 
 
 The decodes of a group of sequences share the blocks of their beginning: its rows (member × group + head) go over
 those keys together, each member over the rest alone. Only then do a row's bits depend on who shares the step.
+
+A fixed plan makes them depend on the row's position alone, for decodes and prompts: all rows take the split kernel,
+in programs of one number of rows, and keys are cut at the multiples of one number of keys. So a row's tiles of keys and
+its chunks stand at the same positions whoever its neighbours in a program are; what they see beyond it is masked, and a
+masked key, a tile and a chunk of nothing else change no bit of a running softmax: they add 0 times something and
+multiply by 2⁰. One chunk that is merged gives what it gives alone, for the same reason.
 """
 
 from __future__ import annotations
@@ -169,10 +175,14 @@ class _Builder:
     def num_queries(self, sequence: int) -> int:
         return self.plan.query_starts[sequence + 1] - self.plan.query_starts[sequence]
 
-    def block_m(self, sequence: int) -> int:
-        """Rows of a program; 0 for a prompt's chunk, whose table says."""
+    def form(self, sequence: int) -> tuple[str, int]:
+        """The table of its pieces, and the rows of a program; 0: the table says."""
         num_queries = self.num_queries(sequence)
-        return 0 if num_queries > MAX_SPLIT_QUERIES else split_block_m(num_queries * self.group)
+        if self.plan.is_fixed:
+            return "fixed_work", 0
+        if num_queries > MAX_SPLIT_QUERIES:
+            return "chunk_work", 0
+        return "split_work", split_block_m(num_queries * self.group)
 
     def cut(self, pieces: Pieces, row: dict[str, int], rows_written: Numbers, always: NDArray[np.bool_] | bool) -> Cut:
         programs = len(self.plan.context_lens) * self.plan.num_kv_heads
@@ -205,11 +215,11 @@ def build_work(plan: AttentionPlan) -> AttentionWork:
     members = [member for group in plan.groups for member in group.members]
     shapes, lists, columns = _of_groups(builder)
     merges: list[Numbers] = []
-    for block_m, sequences in _classes(builder):
-        row = tiles("split_work" if block_m else "chunk_work", device, sequences=len(plan.context_lens))
+    for (table, block_m), sequences in _classes(builder):
+        row = tiles(table, device, sequences=len(plan.context_lens))
         pieces = builder.pieces(sequences, block_m or row["block_m"])
         done = builder.cut(pieces, row, pieces.num_rows, np.isin(pieces.sequence, members))
-        shapes.append((block_m or row["block_m"], block_m > 0, False))
+        shapes.append((block_m or row["block_m"], table != "chunk_work", False))
         lists.append(done.items)
         merges.append(merges_of(pieces, done))
     merge = np.concatenate(merges)
@@ -238,9 +248,9 @@ def _of_groups(builder: _Builder) -> tuple[list[tuple[int, bool, bool]], list[Nu
     return [(GROUP_ROWS, True, True)], [done.items], group_columns(sizes, builder.group, pieces, done)
 
 
-def _classes(builder: _Builder) -> list[tuple[int, list[int]]]:
-    """Rows of a program, and the sequences that take it, in order."""
-    classes: dict[int, list[int]] = {}
+def _classes(builder: _Builder) -> list[tuple[tuple[str, int], list[int]]]:
+    """Each form, and the sequences that take it, in order."""
+    classes: dict[tuple[str, int], list[int]] = {}
     for sequence in range(len(builder.plan.context_lens)):
-        classes.setdefault(builder.block_m(sequence), []).append(sequence)
+        classes.setdefault(builder.form(sequence), []).append(sequence)
     return sorted(classes.items())

@@ -50,8 +50,8 @@ def _multiply(
     columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    o_out = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    i_rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # the same weights one after the other
+    o_out = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_part = tl.program_id(2).to(tl.int64)
     m_out = o_out < SIZE_OUT
     m_rows = i_rows < num_rows
@@ -114,7 +114,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     out = torch.empty((num_rows, size_out), dtype=x.dtype, device=x.device)
     if not num_rows:
         return out
-    row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out)
+    row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out, blocked=weight.is_blocked)
     block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
     part = -(-size_in // (row["parts"] * block_k)) * block_k
     num_parts = -(-size_in // part)
@@ -149,7 +149,7 @@ def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tupl
     num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
     num_parts = triton.cdiv(size_in, part)
     block_m = min(max(16, power_of_2(num_rows)), row["block_m"])
-    _multiply[(triton.cdiv(size_out, row["block_n"]), triton.cdiv(num_rows, block_m), num_parts)](
+    _multiply[(triton.cdiv(num_rows, block_m), triton.cdiv(size_out, row["block_n"]), num_parts)](
         x,
         weight.data,
         weight.scales,

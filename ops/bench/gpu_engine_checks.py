@@ -25,6 +25,7 @@ from engine.sequence import Request
 from engine.sequence import Sequence as Choice
 from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit
+from ops.bench import gpu_engine_bits
 from ops.bench.agreement import agreement, mean_differences, stacked
 from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
@@ -254,7 +255,12 @@ def check_ops_are_timed_on_the_device_and_steps_by_hand_by_op(name: str = "tiny"
     return found
 
 
-CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
+CHECKS = {
+    name: check
+    for module in (globals(), vars(gpu_engine_bits))
+    for name, check in list(module.items())
+    if name.startswith("check_")
+}
 
 
 def run_checks(names: Sequence[str] = ()) -> dict[str, object]:

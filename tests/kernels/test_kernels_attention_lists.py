@@ -159,3 +159,39 @@ def test_too_few_or_too_short_ones_are_no_group():
     assert prefix_groups(tables, [200] * 3, 16, min_tokens=64, min_members=2) == ()
     assert prefix_groups(tables, [200] * 3, 16, min_tokens=32, min_members=3) == ()
     assert prefix_groups(tables, [30] * 3, 16, min_tokens=32, min_members=2) == ()
+
+
+def fixed(spans: list[tuple[int, int]], window: int | None = None) -> AttentionWork:
+    """Spans (first position, end), a sequence each."""
+    starts = np.cumsum([0, *(end - first for first, end in spans)]).tolist()
+    tables = torch.zeros(len(spans), 2500, dtype=torch.int64)
+    sizes = {"block_size": 16, "num_heads": 32, "num_kv_heads": 8, "sliding_window": window}
+    plan = plan_attention(tables, starts, [end for _, end in spans], **sizes)
+    return dataclasses.replace(plan, is_fixed=True).work
+
+
+def keys_by_row(work: AttentionWork, spans: list[tuple[int, int]], sequence: int) -> dict[int, list[tuple[int, int]]]:
+    """Position → the spans of keys that its row goes through, as far as it sees them."""
+    (launch,) = work.launches
+    found: dict[int, list[tuple[int, int]]] = {}
+    for owner, first_row, num_rows, first, last, *_ in launch.items.tolist():
+        for row in range(first_row, first_row + num_rows) if owner == sequence else ():
+            position = spans[sequence][0] + row // 4
+            seen = (first, min(last, position + 1))
+            if seen[0] < seen[1]:
+                found.setdefault(position, [])
+                found[position] = sorted({*found[position], seen})
+    return found
+
+
+def test_a_fixed_plan_cuts_the_keys_of_a_row_by_its_position_only():
+    whole = keys_by_row(fixed([(0, 3000)]), [(0, 3000)], 0)
+    assert whole[2500] == [(0, 1024), (1024, 2048), (2048, 2501)]
+
+    for spans in ([(2000, 2300)], [(5, 6), (1020, 1030), (0, 600)], [(2999, 3000)] * 9):
+        work = fixed(spans)
+        assert {launch.block_m for launch in work.launches} == {64}
+        assert all(launch.is_split for launch in work.launches)
+        for sequence in range(len(spans)):
+            found = keys_by_row(work, spans, sequence)
+            assert found == {position: whole[position] for position in range(*spans[sequence])}

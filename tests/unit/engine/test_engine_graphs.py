@@ -1,9 +1,12 @@
-"""engine/graphs: the numbers of a step in flat memory, and what of the block tables is sent."""
+"""engine/gpu: sizes of steps, the numbers of a step in flat memory, and what of the block tables is sent."""
 
 import numpy as np
+import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.gpu.decode_graphs import BlockTables, Layout
+from engine.gpu.shapes import in_one_shape, shapes_of
 from engine.scheduler import Chunk
 from engine.sequence import PENDING, Sequence
 from kernels.paged_attention import DecodeShape
@@ -85,3 +88,33 @@ def test_only_new_blocks_are_sent():
     tables.update([chunk])
 
     assert tables.tables[0, :3].tolist() == [-1, -1, 6]
+
+
+def test_an_engine_has_a_graph_for_each_kind_of_step():
+    shapes = shapes_of(EngineConfig(max_running=20, max_lora_rank=40))
+
+    assert shapes.decodes == (1, 2, 4, 8, 16, 24)
+    assert shapes.ranks == (0, 16, 32, 64)
+    assert shapes.head_rows == 0
+    assert not shapes.is_fixed
+
+
+@pytest.mark.parametrize(
+    ("max_running", "max_step_tokens", "size", "lowered"),
+    [(64, 8192, 1024, 1024), (20, 30, 64, 30), (100, 128, 128, 128), (300, 256, 512, 256), (4096, 8192, 1024, 1024)],
+)
+def test_a_deterministic_engine_has_one_shape_that_holds_every_step(max_running, max_step_tokens, size, lowered):
+    sizes = EngineConfig(max_running=max_running, max_step_tokens=max_step_tokens, deterministic=True)
+
+    config = in_one_shape(sizes)
+    shapes = shapes_of(config)
+
+    assert config.max_step_tokens == lowered
+    assert config.max_sequences <= size
+    assert (shapes.decodes, shapes.tokens, shapes.head_rows, shapes.is_fixed) == ((), (size,), size, True)
+    assert shapes_of(sizes) == shapes
+
+
+@pytest.mark.parametrize(("slots", "rank", "expected"), [(8, 40, (64,)), (8, 16, (16,)), (0, 40, (0,))])
+def test_a_deterministic_engine_takes_one_form_of_lora_whatever_is_in_a_step(slots, rank, expected):
+    assert shapes_of(EngineConfig(adapter_slots=slots, max_lora_rank=rank, deterministic=True)).ranks == expected
