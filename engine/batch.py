@@ -1,7 +1,7 @@
 """A step's plan as flat tensors: all chunks one behind the other, no padding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.models.config import AttentionConfig
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
-from kernels.paged_attention import AttentionPlan, plan_attention
+from kernels.paged_attention import AttentionPlan, PrefixGroup, plan_attention
 from kernels.sgmv import SgmvPlan, plan_sgmv
-from kernels.upload import upload
+from kernels.upload import ALIGNED, upload
 
 Numbers = NDArray[np.int64]
 Rows = Mapping[int, int]  # seq_id → its row among the tokens that the step ahead draws
@@ -40,7 +40,8 @@ class Batch:
 @dataclass(frozen=True)
 class Flat:
     """The numbers of a Batch on the host: token_ids, positions, slot_mapping and slots [T], starts [N + 1],
-    context_lens [N], tables [N, most blocks]; logits_rows as in Batch."""
+    context_lens [N], tables [N, most blocks]; logits_rows as in Batch. ``groups``: decodes that read their beginning
+    together."""
 
     token_ids: Numbers
     positions: Numbers
@@ -50,10 +51,13 @@ class Flat:
     context_lens: Numbers
     tables: Numbers
     logits_rows: Numbers
+    groups: tuple[PrefixGroup, ...] = ()
 
-    def attention(self, tables: Tensor, block_size: int, attention: AttentionConfig) -> AttentionPlan:
+    def attention(
+        self, tables: Tensor, block_size: int, attention: AttentionConfig, *, is_fixed: bool = False
+    ) -> AttentionPlan:
         """``tables`` are those of this step, on the device."""
-        return plan_attention(
+        plan = plan_attention(
             tables,
             self.starts.tolist(),
             self.context_lens.tolist(),
@@ -61,10 +65,12 @@ class Flat:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
+            groups=self.groups,
         )
+        return replace(plan, is_fixed=is_fixed)
 
 
-def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
+def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None, groups: tuple[PrefixGroup, ...] = ()) -> Flat:
     """Every block that the chunks' tokens need must stand in their sequences' block tables."""
     chunks = plan.chunks
     starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
@@ -84,6 +90,7 @@ def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
         logits_rows=np.array(
             [stop - 1 for chunk, stop in zip(chunks, starts[1:], strict=True) if chunk.samples], np.int64
         ),
+        groups=groups,
     )
 
 
@@ -112,9 +119,11 @@ def tokens_of(chunk: Chunk, ahead: Rows) -> list[int]:
 
 
 def _block_tables(chunks: tuple[Chunk, ...]) -> Numbers:
-    """[N, most blocks]; short tables are filled with block 0, which is never read through them."""
+    """[N, most blocks]; short tables are filled with block 0, which is never read through them. Rows are whole lines
+    of memory: kernels are compiled for that, and not again for a step whose longest table has another length."""
     tables = [chunk.sequence.block_table for chunk in chunks]
-    found = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+    most = -(-max(map(len, tables)) // ALIGNED) * ALIGNED
+    found = np.zeros((len(tables), most), dtype=np.int64)
     for row, table in zip(found, tables, strict=True):
         row[: len(table)] = table
     return found

@@ -119,10 +119,23 @@ def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, devi
         max_lora_rank=options.max_adapter_rank,
         deterministic=options.deterministic,
     )
+    if config.deterministic and device.type == "cuda":
+        config = _in_one_shape(options, config, model)
     if not options.kv_blocks:
         memory_bytes = options.kv_memory_bytes or _default_kv_bytes(model, config, dtype, device)
         config = replace(config, num_blocks=memory_bytes // kv_block_bytes(model, options.block_size, dtype))
     return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
+
+
+def _in_one_shape(options: Options, config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
+
+    if model.moe is not None:
+        raise ValueError("--deterministic: how many rows an expert multiplies on a GPU depends on who shares the step")
+    config = in_one_shape(replace(config, max_step_tokens=options.max_step_tokens or ONE_SHAPE))
+    size = shapes_of(config).tokens[0]
+    logger.info("deterministic: each step is computed as %d tokens, and has %d at most", size, config.max_step_tokens)
+    return config
 
 
 def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -134,11 +147,10 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
 def _default_kv_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_KV_BYTES
-    from engine.gpu.decode_graphs import graph_sizes, rank_bounds
+    from engine.gpu.decode_graphs import graph_bytes
 
     torch.cuda.empty_cache()  # what the weights were made from
-    num_graphs = len(graph_sizes(config.max_sequences)) * (1 + len(rank_bounds(config)))
-    found = account(model, config, dtype, device, num_graphs)
+    found = account(model, config, dtype, device, graph_bytes(model, config, device))
     logger.info("device memory: %s", found)
     torch.cuda.set_per_process_memory_fraction(found.total / torch.cuda.mem_get_info(device)[1], device)
     return found.kv

@@ -18,6 +18,17 @@ def tiles(kernel: str, device: torch.device, **sizes: int) -> dict[str, int]:
     raise LookupError(f"no tiles of {kernel} for {sizes}")
 
 
+def is_early(kernel: str, device: torch.device) -> bool:
+    """Whether ``kernel`` is launched before the kernel before it has ended (programmatic dependent launch).
+
+    It waits (gdc_wait) before it touches what any launch has written. So does each kernel launched so: when one has
+    ended, all before it have, and whoever waits for the last one sees what all of them did. Who lets others begin
+    early (gdc_launch_dependents) may do so at any time, since they wait for its end. Programs that only prefetch
+    weights need not wait.
+    """
+    return bool(tiles("pdl", device)[kernel])
+
+
 @lru_cache
 def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace(" ", "_") if device.type == "cuda" else "default"

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.batch import Batch, Flat, on_device
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import Numbers, rank_bounds, replay, resolve
+from engine.gpu.decode_graphs import Numbers, replay, resolve
+from engine.gpu.shapes import shapes_of
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.linear import LoraStep
@@ -24,8 +25,6 @@ from engine.models.lora_slots import LoraSlots
 from kernels.paged_attention import plan_attention
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.upload import spans
-
-TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # above, the GPU takes longer than the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,9 @@ class PieceGraphs:
         self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: Any
     ) -> None:
         self._model, self._kv, self._slots, self._drawn, self._pool = model, kv, slots, drawn, pool
-        self._ranks = rank_bounds(config)
+        self._shapes = shapes_of(config)
         self._pieces: dict[tuple[int, int], list[torch.cuda.CUDAGraph]] = {}
-        device, most, attention = model.embedding.device, TOKENS[-1], model.config.attention
+        device, most, attention = model.embedding.device, self._shapes.tokens[-1], model.config.attention
         self._numbers = Numbers(_places(most)[-1].stop, device)
         heads = (most, attention.num_heads, attention.head_dim)
         shapes = ((most, model.config.hidden_size), heads, heads, (most, model.config.hidden_size))
@@ -58,12 +57,12 @@ class PieceGraphs:
 
     def warm(self) -> None:
         """Captures everything, the largest first."""
-        for size in reversed(TOKENS):
-            for rank in (0, *self._ranks):
+        for size in reversed(self._shapes.tokens):
+            for rank in self._shapes.ranks:
                 self._pieces[size, rank] = self._capture(size, rank)
 
     def fits(self, num_tokens: int) -> bool:
-        return num_tokens <= TOKENS[-1]
+        return num_tokens <= self._shapes.tokens[-1]
 
     def replay(self, flat: Flat) -> Tensor:
         """Launches the step → hidden [T, H], good until the next replay."""
@@ -81,7 +80,7 @@ class PieceGraphs:
             fill_segments(segments, flat.slots.tolist(), size, self._slots.num_slots)
         self._numbers.send()
         (tables,) = on_device(self._drawn.device, flat.tables)
-        plan = flat.attention(tables, self._kv.block_size, self._model.config.attention)
+        plan = flat.attention(tables, self._kv.block_size, self._model.config.attention, is_fixed=self._shapes.is_fixed)
         used = self._buffers.first(num_tokens)
         *pieces, last = self._pieces[size, rank]
         for layer, piece in zip(self._model.layers, pieces, strict=True):
@@ -92,11 +91,11 @@ class PieceGraphs:
 
     def size(self, num_tokens: int) -> int:
         """The smallest that holds so many."""
-        return next(size for size in TOKENS if size >= num_tokens)
+        return next(size for size in self._shapes.tokens if size >= num_tokens)
 
     def _rank(self, flat: Flat) -> int:
         most = max((self._slots.lora_rank(slot) for slot in np.unique(flat.slots).tolist() if slot >= 0), default=0)
-        return next(rank for rank in (0, *self._ranks) if rank >= most)
+        return next(rank for rank in self._shapes.ranks if rank >= most)
 
     def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
         tokens, positions, mapping, segments = self._numbers.begin(_places(size))

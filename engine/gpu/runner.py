@@ -3,17 +3,21 @@
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import DecodeGraphs, graph_sizes, resolve
+from engine.gpu.decode_graphs import DecodeGraphs, resolve
 from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.gpu.shapes import shapes_of
+from engine.gpu.shared_prefixes import SharedPrefixes
 from engine.metering.cost import Floats
 from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
+from kernels.paged_attention import PrefixGroup
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class DeviceStep:
 
 class CudaRunner(Runner):
     """Decodes that a graph holds are replayed, all else is launched kernel by kernel. Everything goes to one stream, in
-    the order of the calls. ``has_graphs`` False: everything kernel by kernel."""
+    the order of the calls. ``has_graphs`` False: everything kernel by kernel. A deterministic engine's steps are all of
+    one shape (``config`` as ``in_one_shape`` gives it)."""
 
     overlaps = True
 
@@ -56,14 +61,18 @@ class CudaRunner(Runner):
         self._counters = self.device_counters
         self._without_kernel = without_kernel(model)
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
-        most = max(config.max_sequences, *graph_sizes(config.max_sequences))
+        self._shapes = shapes = shapes_of(config)
+        assert not shapes.is_fixed or config.max_step_tokens <= shapes.tokens[-1], (config, shapes)
+        most = max((config.max_sequences, *shapes.decodes))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
+        self._prefixes = SharedPrefixes(model.config, config, self._token_bytes // model.config.num_layers)
         self._decodes: DecodeGraphs | None = None
         self._prompts: PieceGraphs | None = None
-        if has_graphs and model.config.moe is None:
+        if has_graphs and not self._without_kernel:
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
-            self._decodes, self._prompts = DecodeGraphs(*shared), PieceGraphs(*shared)
+            self._decodes = DecodeGraphs(*shared) if shapes.decodes else None
+            self._prompts = PieceGraphs(*shared)
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -86,11 +95,13 @@ class CudaRunner(Runner):
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         self._counters.num_bytes += self._least_bytes(plan)
         scores: dict[int, list[Scores]] = {}
+        groups = self._prefixes.groups(plan)
+        self._counters.num_grouped += sum(len(group.members) for group in groups)
         if self._decodes is not None and self._decodes.fits(plan):
-            logits = self._decodes.replay(plan, self._ahead)
+            logits = self._decodes.replay(plan, self._ahead, groups)
             self._counters.shapes[f"decode {self._decodes.size(len(rows))}"] += 1
         else:
-            logits, scores = self._launch_prompts(plan)
+            logits, scores = self._launch_prompts(plan, groups)
         if self._device_sampler.changes(rows):
             self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
         self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
@@ -101,9 +112,11 @@ class CudaRunner(Runner):
         step.done.record()
         return step
 
-    def _launch_prompts(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+    def _launch_prompts(
+        self, plan: StepPlan, groups: tuple[PrefixGroup, ...]
+    ) -> tuple[Tensor, dict[int, list[Scores]]]:
         """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
-        flat = flatten(plan, self._block_size, self._ahead)
+        flat = flatten(plan, self._block_size, self._ahead, groups)
         starts = flat.starts.tolist()
         if self._prompts is not None and self._prompts.fits(plan.num_tokens):
             hidden = self._prompts.replay(flat)
@@ -113,7 +126,7 @@ class CudaRunner(Runner):
             batch = to_batch(flat, self._block_size, self._model.config.attention, self._drawn.device)
             hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
         (rows,) = on_device(self._drawn.device, flat.logits_rows)
-        logits = self._model.product_with_head(hidden.index_select(0, rows))
+        logits = self._logits(hidden.index_select(0, rows))
         self._drawn[: len(logits)].copy_(greedy(logits))
         scores = {
             index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
@@ -130,12 +143,18 @@ class CudaRunner(Runner):
         elif plan.num_tokens == len(plan.chunks):
             self._counters.fallbacks["graph", "too_many_sequences"] += 1
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] → logits [R, V], by a product of the shape that there is."""
+        missing = self._shapes.head_rows - len(hidden)
+        filled = F.pad(hidden, (0, 0, 0, missing)) if missing > 0 else hidden
+        return self._model.product_with_head(filled)[: len(hidden)]
+
     def _scores(self, chunk: Chunk, hidden: Tensor) -> list[Scores]:
         targets = scored_tokens(chunk)
         num_top = chunk.sequence.sampling.prompt_logprobs
         on_device = torch.tensor(targets).pin_memory().to(hidden.device, non_blocking=True)
         return [
-            score(self._model.logits(hidden[first : first + len(some)]), some, num_top)
+            score(self._logits(hidden[first : first + len(some)]), some, num_top)
             for first, some in zip(range(0, len(targets), SCORE_ROWS), on_device.split(SCORE_ROWS), strict=True)
         ]
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.sampler import constrain, is_greedy, uniform
@@ -19,6 +20,7 @@ from kernels.sampling import Edits, SamplingRows, edit_logits, sample
 
 _NO_LOGIT = float("-inf")
 _BELOW_1 = 1.0 - 2.0**-24
+_ALIGNED = 16  # fp32: 64 bytes
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -112,11 +114,12 @@ class Scores:
 def score(logits: Tensor, targets: Tensor, num_top: int) -> Scores:
     """Log-probability of ``targets`` [R] under logits [R, V], with the ``num_top`` best alternatives, best first, equal
     ones by id."""
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    missing = -logits.shape[1] % _ALIGNED  # a row's sum is taken in an order that depends on where its memory begins
+    logprobs = F.pad(logits.float(), (0, missing), value=_NO_LOGIT).log_softmax(dim=-1)
     ids, values = targets[:, None], logprobs.gather(1, targets[:, None])
     if num_top > 0:
         # a whole sort: topk does not promise which of equal ones it takes
-        best = logprobs.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+        best = logprobs[:, : logits.shape[1]].sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
         ids, values = torch.cat((ids, best), 1), torch.cat((values, logprobs.gather(1, best)), 1)
     return Scores(to_host(ids), to_host(values))
 

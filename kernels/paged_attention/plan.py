@@ -72,6 +72,10 @@ class AttentionPlan:
     block_tables [N, most blocks] of an int type (what lies past a sequence's blocks is not read), query_starts N + 1
     ints, context_lens N ints: tokens of each sequence in the cache, its queries among them. ``given``: the pieces for
     the GPU, where they stand in memory that the caller fills.
+
+    ``is_fixed`` (without groups): on a GPU too a row's bits depend on what it sees only, not on the chunk it came in,
+    its place there, or who shares the step (work.py says why). Prompts and decodes take one kernel then, which suits
+    neither best.
     """
 
     block_tables: Tensor
@@ -83,6 +87,7 @@ class AttentionPlan:
     sliding_window: int | None
     groups: tuple[PrefixGroup, ...] = ()
     given: AttentionWork | None = None
+    is_fixed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -207,8 +212,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions.
 
-    ``groups`` (of ``prefix_groups``; no sequence in two of them, no sliding window) let a GPU read the blocks that
-    decodes share once; a CPU takes no notice. A member's row has other last bits then than alone.
+    ``groups`` (no sequence in two of them; only where ``may_group``) let a GPU read the blocks that decodes share
+    once; a CPU takes no notice. A member's row has other last bits then than alone.
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)

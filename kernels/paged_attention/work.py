@@ -6,6 +6,12 @@ step, never on the others' lengths: at equal step shape a row has the same bits 
 
 The decodes of a group of sequences share the blocks of their beginning: its rows (member × group + head) go over
 those keys together, each member over the rest alone. Only then do a row's bits depend on who shares the step.
+
+A fixed plan makes them depend on the row's position alone, for decodes and prompts: all rows take the split kernel,
+in programs of one number of rows, and keys are cut at the multiples of one number of keys. So a row's tiles of keys and
+its chunks stand at the same positions whoever its neighbours in a program are; what they see beyond it is masked, and a
+masked key, a tile and a chunk of nothing else change no bit of a running softmax: they add 0 times something and
+multiply by 2⁰. One chunk that is merged gives what it gives alone, for the same reason.
 """
 
 from __future__ import annotations
@@ -92,11 +98,15 @@ class Cut:
 
 def chunk_tokens(num_keys: Numbers, num_programs: int, row: dict[str, int]) -> Numbers:
     """Keys of a chunk of pieces with ``num_keys``. With ``target_items``: so that the step would have that many
-    programs if each of its ``num_programs`` uncut ones had as many keys."""
+    programs if each of its ``num_programs`` uncut ones had as many keys. With ``most_chunks``, no more than those,
+    however long a piece is: what partial results take is bounded by it."""
     if "target_items" not in row:
         return np.full_like(num_keys, row["max_chunk"])
     wanted = -(-num_keys * num_programs // row["target_items"] // CHUNK_STEP) * CHUNK_STEP
-    return wanted.clip(row["min_chunk"], row["max_chunk"])
+    wanted = wanted.clip(row["min_chunk"], row["max_chunk"])
+    if "most_chunks" not in row:
+        return wanted
+    return np.maximum(wanted, -(-num_keys // (row["most_chunks"] * CHUNK_STEP)) * CHUNK_STEP)
 
 
 def cut(
@@ -149,7 +159,12 @@ def group_columns(sizes: Numbers, group: int, pieces: Pieces, cut_pieces: Cut) -
     number = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)  # within the own group
     piece = np.repeat((pieces.first_row == 0).nonzero()[0], sizes) + number // together
     offset = cut_pieces.first[piece] + number % together * group
-    return np.stack((offset, np.full_like(offset, GROUP_ROWS), cut_pieces.counts[piece]), 1)
+    return np.stack((offset, rows_of_pieces(pieces)[piece], cut_pieces.counts[piece]), 1)
+
+
+def rows_of_pieces(pieces: Pieces) -> Numbers:
+    """Of groups: the rows that each has, and so writes."""
+    return pieces.num_rows - pieces.first_row
 
 
 def split_block_m(num_rows: int) -> int:
@@ -169,10 +184,14 @@ class _Builder:
     def num_queries(self, sequence: int) -> int:
         return self.plan.query_starts[sequence + 1] - self.plan.query_starts[sequence]
 
-    def block_m(self, sequence: int) -> int:
-        """Rows of a program; 0 for a prompt's chunk, whose table says."""
+    def form(self, sequence: int) -> tuple[str, int]:
+        """The table of its pieces, and the rows of a program; 0: the table says."""
         num_queries = self.num_queries(sequence)
-        return 0 if num_queries > MAX_SPLIT_QUERIES else split_block_m(num_queries * self.group)
+        if self.plan.is_fixed:
+            return "fixed_work", 0
+        if num_queries > MAX_SPLIT_QUERIES:
+            return "chunk_work", 0
+        return "split_work", split_block_m(num_queries * self.group)
 
     def cut(self, pieces: Pieces, row: dict[str, int], rows_written: Numbers, always: NDArray[np.bool_] | bool) -> Cut:
         programs = len(self.plan.context_lens) * self.plan.num_kv_heads
@@ -205,11 +224,11 @@ def build_work(plan: AttentionPlan) -> AttentionWork:
     members = [member for group in plan.groups for member in group.members]
     shapes, lists, columns = _of_groups(builder)
     merges: list[Numbers] = []
-    for block_m, sequences in _classes(builder):
-        row = tiles("split_work" if block_m else "chunk_work", device, sequences=len(plan.context_lens))
+    for (table, block_m), sequences in _classes(builder):
+        row = tiles(table, device, sequences=len(plan.context_lens))
         pieces = builder.pieces(sequences, block_m or row["block_m"])
         done = builder.cut(pieces, row, pieces.num_rows, np.isin(pieces.sequence, members))
-        shapes.append((block_m or row["block_m"], block_m > 0, False))
+        shapes.append((block_m or row["block_m"], table != "chunk_work", False))
         lists.append(done.items)
         merges.append(merges_of(pieces, done))
     merge = np.concatenate(merges)
@@ -234,13 +253,13 @@ def _of_groups(builder: _Builder) -> tuple[list[tuple[int, bool, bool]], list[Nu
     sizes = np.array([len(group.members) for group in plan.groups])
     pieces = group_pieces(sizes, np.array([group.num_tokens for group in plan.groups]), builder.group)
     row = tiles("group_work", plan.block_tables.device, sequences=len(plan.context_lens))
-    done = builder.cut(pieces, row, np.full_like(pieces.sequence, GROUP_ROWS), always=True)
+    done = builder.cut(pieces, row, rows_of_pieces(pieces), always=True)
     return [(GROUP_ROWS, True, True)], [done.items], group_columns(sizes, builder.group, pieces, done)
 
 
-def _classes(builder: _Builder) -> list[tuple[int, list[int]]]:
-    """Rows of a program, and the sequences that take it, in order."""
-    classes: dict[int, list[int]] = {}
+def _classes(builder: _Builder) -> list[tuple[tuple[str, int], list[int]]]:
+    """Each form, and the sequences that take it, in order."""
+    classes: dict[tuple[str, int], list[int]] = {}
     for sequence in range(len(builder.plan.context_lens)):
-        classes.setdefault(builder.block_m(sequence), []).append(sequence)
+        classes.setdefault(builder.form(sequence), []).append(sequence)
     return sorted(classes.items())

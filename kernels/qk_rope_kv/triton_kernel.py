@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.prefetch import Prefetch
 from kernels.prefetch.triton_kernel import arguments, issue, num_programs
 from kernels.qk_rope_kv import HeadNorms
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def _qk_rope_kv(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Programs of axis 1: the query heads, the key heads, the value heads, each group in pieces of HEADS."""
     i_token = tl.program_id(0).to(tl.int64)
@@ -66,6 +67,9 @@ def _qk_rope_kv(
             num_others = (tl.num_programs(1) - (QUERY_PIECES + 2 * KV_PIECES)) * num_tokens
             issue(p_next, i_other * num_tokens + i_token, num_others, num_pieces, stride_piece, PIECE_BYTES, LANES)
             return
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_half = tl.arange(0, HALF)
     m_half = o_half < HEAD_DIM // 2
     i_slot = tl.load(p_slots + i_token).to(tl.int64)
@@ -131,6 +135,7 @@ def qk_rope_kv(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
     row = tiles("qk_rope_kv", heads.device, tokens=num_tokens)
     pieces = triton.cdiv(num_heads, row["heads"]) + 2 * triton.cdiv(num_kv_heads, row["heads"])
+    pdl = is_early("rope", heads.device)
     if num_tokens:
         pieces += triton.cdiv(num_programs(prefetch), num_tokens)
         _qk_rope_kv[(num_tokens, pieces)](
@@ -155,7 +160,9 @@ def qk_rope_kv(
             HALF=power_of_2(head_dim // 2),
             HEADS=row["heads"],
             NORMS=norms is not None,
+            PDL=pdl,
             num_warps=row["num_warps"],
             **arguments(prefetch, heads, row["num_warps"]),
+            **({"launch_pdl": True} if pdl else {}),
         )
     return out

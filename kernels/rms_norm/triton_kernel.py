@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.prefetch import Prefetch
 from kernels.prefetch.triton_kernel import arguments, issue, num_programs
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Row i is x[i // num_inner, i % num_inner]; residual and out are contiguous."""
     i_program = tl.program_id(0).to(tl.int64)
@@ -40,6 +41,8 @@ def _rms_norm(
             num_others = tl.num_programs(0) - num_own
             issue(p_next, i_program - num_own, num_others, num_pieces, stride_piece, PIECE_BYTES, LANES)
             return
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     i_rows = i_program * ROWS + tl.arange(0, ROWS)
     o_size = tl.arange(0, BLOCK)
     m_size = o_size < SIZE
@@ -70,6 +73,7 @@ def rms_norm(
     block = power_of_2(size)
     rows = max(1, 1024 // block)
     num_warps = tiles("rms_norm", x.device, size=block)["num_warps"]
+    pdl = residual is not None and is_early("norm", x.device)  # x is of a kernel then: nothing else can be waited for
     if num_rows:
         _rms_norm[(triton.cdiv(num_rows, rows) + num_programs(prefetch),)](
             x,
@@ -85,7 +89,9 @@ def rms_norm(
             BLOCK=block,
             ROWS=rows,
             ADDS=residual is not None,
+            PDL=pdl,
             num_warps=num_warps,
             **arguments(prefetch, weight, num_warps),
+            **({"launch_pdl": True} if pdl else {}),
         )
     return out

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from kernels.prefetch import Prefetch
 from kernels.prefetch.triton_kernel import arguments, issue, num_programs
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import is_early, power_of_2, tiles
+
+
+@triton.jit
+def silu_times(b_gate, b_up):
+    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
 
 
 @triton.jit
@@ -23,6 +28,7 @@ def _silu_mul(
     LANES: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1).to(tl.int64)
@@ -33,13 +39,14 @@ def _silu_mul(
             num_others = (tl.num_programs(1) - (SIZE + BLOCK - 1) // BLOCK) * num_rows
             issue(p_next, i_other * num_rows + i_row, num_others, num_pieces, stride_piece, PIECE_BYTES, LANES)
             return
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     o_size = i_block * BLOCK + tl.arange(0, BLOCK)
     mask = o_size < SIZE
     p_row = p_gate_up + i_row * stride_row + o_size
     b_gate = tl.load(p_row, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_row + SIZE, mask=mask, other=0.0).to(tl.float32)
-    b_out = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-    tl.store(p_out + i_row * SIZE + o_size, b_out.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_out + i_row * SIZE + o_size, silu_times(b_gate, b_up).to(p_out.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up: Tensor, prefetch: Prefetch | None = None) -> Tensor:
@@ -49,6 +56,7 @@ def silu_mul(gate_up: Tensor, prefetch: Prefetch | None = None) -> Tensor:
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     row = tiles("silu_mul", gate_up.device, tokens=num_rows)
     block = min(row["block"], power_of_2(size))
+    pdl = is_early("silu_mul", gate_up.device)
     if num_rows:
         others = triton.cdiv(num_programs(prefetch), num_rows)
         _silu_mul[(num_rows, triton.cdiv(size, block) + others)](
@@ -57,7 +65,9 @@ def silu_mul(gate_up: Tensor, prefetch: Prefetch | None = None) -> Tensor:
             gate_up.stride(0),
             SIZE=size,
             BLOCK=block,
+            PDL=pdl,
             num_warps=row["num_warps"],
             **arguments(prefetch, gate_up, row["num_warps"]),
+            **({"launch_pdl": True} if pdl else {}),
         )
     return out

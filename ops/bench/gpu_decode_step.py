@@ -30,14 +30,21 @@ from ops.bench.random_model import random_config, random_decoder
 Setting = dict[str, dict[str, int] | list[dict[str, int]]]  # rows that take the place of the tables'
 SEQUENCES = 32
 ROUNDS, REPLAYS = 5, 40
+EARLY = ("norm", "rope", "silu_mul", "attend")
 
 
 def _beside(op: str, mib: int, row_bytes: int = 0, programs: int = 132) -> Setting:
     return {f"prefetch_{op}": {"mib": mib, "row_bytes": row_bytes, "programs": programs}}
 
 
+def _early(*ops: str) -> Setting:
+    return {"pdl": {op: int(op in ops) for op in EARLY}}
+
+
 def settings() -> dict[str, Setting]:
     found: dict[str, Setting] = {"off": {}}
+    found |= {f"early {op}": _early(op) for op in EARLY}
+    found |= {"early all": _early(*EARLY), "early all, beside 8/24/8": _early(*EARLY) | _all((8, 24, 8), 132)}
     found |= {f"norm {mib}": _beside("norm", mib) for mib in (4, 8, 16)}
     found |= {f"norm 12 columns {size}": _beside("norm", 12, size) for size in (256, 512, 1024)}
     found |= {f"silu {mib}": _beside("silu_mul", mib) for mib in (4, 8, 16)}

@@ -14,6 +14,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -23,10 +24,13 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.runner import CudaRunner
+from engine.gpu.shapes import ONE_SHAPE, in_one_shape
 from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.gpu_engine_checks import check_logits_are_those_of_the_reference, run_checks
+from ops.bench.gpu_prefix import prefix_sections
+from ops.bench.gpu_profile import host_times, prefill_profile, profile
 from ops.bench.random_model import random_adapter, random_decoder
 
 # out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
@@ -41,7 +45,14 @@ class Bench:
     """One model with its adapters in host memory, and an Engine over it."""
 
     def __init__(
-        self, shape: str, device: torch.device, num_adapters: int, small: bool, decoder: Decoder | None = None
+        self,
+        shape: str,
+        device: torch.device,
+        num_adapters: int,
+        small: bool,
+        decoder: Decoder | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         begin = time.perf_counter()
         self.shape, self.device, self.small = shape, device, small
@@ -56,6 +67,8 @@ class Bench:
             max_lora_rank=RANK,
             host_adapter_bytes=64 << 30,
         )
+        if deterministic:
+            self.sizes = in_one_shape(replace(self.sizes, max_step_tokens=ONE_SHAPE, deterministic=True))
         self.runner = (
             CudaRunner(self.decoder, self.sizes) if device.type == "cuda" else Runner(self.decoder, self.sizes)
         )
@@ -142,53 +155,6 @@ def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, n
     }  # fmt: skip
 
 
-def profile(
-    bench: Bench, names: list[str], out: Path, label: str, num: int = 32, prompt_tokens: int = 64, num_before: int = 12
-) -> dict:
-    """Kernels of four steps after ``num_before``: seconds by kernel, and the list of one step."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    bench.fill(num, prompt_tokens, 24, names)
-    for _ in range(num_before):
-        bench.engine.step()
-    bench.sync()
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if bench.device.type == "cuda" else [])
-    begin = time.perf_counter()
-    with profiler(activities=kinds) as seen:
-        for _ in range(4):
-            bench.engine.step()
-        bench.sync()
-    wall_ms = (time.perf_counter() - begin) * 1e3 / 4
-    bench.drain()
-    events = [event for event in seen.events() or [] if "CUDA" in str(event.device_type)]
-    totals: dict[str, list[float]] = {}
-    for event in events:
-        entry = totals.setdefault(event.name, [0.0, 0])
-        entry[0] += event.time_range.elapsed_us() / 4
-        entry[1] += 1 / 4
-    rows = sorted(((us, count, name) for name, (us, count) in totals.items()), reverse=True)
-    lines = [f"{us:9.1f} us {count:7.1f} x  {name[:110]}" for us, count, name in rows]
-    (out / f"profile_{bench.shape}_{label}.txt").write_text("\n".join(lines) + "\n\n" + launches(events))
-    print(f"-- {label}: one step of four, {num} sequences, profiled wall {wall_ms:.2f} ms")
-    print("\n".join(lines[:22]))
-    busy = sum(us for us, _, _ in rows) / 1e3
-    return {"profiled_wall_ms": wall_ms, "gpu_busy_ms": busy, "launches": sum(count for _, count, _ in rows)}
-
-
-def launches(events: list) -> str:
-    """The kernels of the last of four steps in order, runs of one kernel in one line."""
-    ordered = sorted(events, key=lambda event: event.time_range.start)
-    ordered = ordered[len(ordered) * 3 // 4 :]
-    return "\n".join(f"{event.time_range.elapsed_us():8.1f} {event.name[:100]}" for event in ordered[:600])
-
-
-def prefill_profile(bench: Bench, names: list[str], out: Path, label: str, num: int, prompt_tokens: int) -> dict:
-    """Kernels of four steps that compute prompts, and of four in which all decode."""
-    first = profile(bench, names, out, f"{label}_prompts", num, prompt_tokens, 2)
-    return {"prompts": first, "decodes": profile(bench, names, out, f"{label}_decodes", num, prompt_tokens, 21)}
-
-
 def by_hand(bench: Bench, names: list[str]) -> dict:
     """Decode steps of 32 without graphs: what a step costs that no graph holds."""
     runner = cast(CudaRunner, bench.runner)
@@ -227,6 +193,20 @@ def unused_lora(bench: Bench) -> dict:
     return {"without_ms": without, "unused_ms": unused, "cost": unused / without - 1}
 
 
+def deterministic(bench: Bench, rounds: int, workload: tuple[int, int, int]) -> dict:
+    """What one shape for every step costs: this engine, and one over the same weights that is deterministic."""
+    num_adapters = bench.sizes.adapter_slots
+    one = Bench(bench.shape, bench.device, num_adapters, bench.small, bench.decoder, deterministic=True)
+    found: dict[str, object] = {"tokens a step": one.sizes.max_step_tokens}
+    for num in (0, num_adapters):
+        names = adapters(num)
+        times = [tpot(each, names, rounds)["tpot_ms"] for each in (bench, one)]
+        rates = [throughput(each, names, *workload)["out_tok_s"] for each in (bench, one)]
+        found[f"{num} adapters"] = {"tpot_ms": times, "tpot": times[1] / times[0], "out_tok_s": rates,
+                                    "out": rates[1] / rates[0]}  # fmt: skip
+    return found
+
+
 def hot_load(bench: Bench) -> dict:
     """Milliseconds of an adapter into a slot; and the steps of 32 base decodes while 8 adapters arrive and load."""
     weights = random_adapter(bench.decoder.config, RANK, 900, bench.device)
@@ -260,31 +240,6 @@ def hot_load(bench: Bench) -> dict:
     return {"bytes": packed.num_bytes, "pack_ms": pack_ms, "slot_ms": times, "host_ms": host, "loads_ms": loads,
             "median_step_ms": statistics.median(steps[30:290]), "worst_step_beside_load_ms": max(during),
             "worst_step_ms": max(steps[30:290])}  # fmt: skip
-
-
-def host_times(bench: Bench, names: list[str]) -> dict:
-    """Host milliseconds of a decode step by part, 32 sequences."""
-    import cProfile
-    import pstats
-
-    bench.fill(32, 64, 64, names)
-    for _ in range(8):
-        bench.engine.step()
-    watch = cProfile.Profile()
-    begin = time.perf_counter()
-    watch.enable()
-    for _ in range(40):
-        bench.engine.step()
-    watch.disable()
-    wall = (time.perf_counter() - begin) / 40 * 1e3
-    bench.drain()
-    stats = pstats.Stats(watch)
-    calls_of = stats.stats  # pyright: ignore[reportAttributeAccessIssue]
-    rows = sorted(((value[3], value[2], value[0], key) for key, value in calls_of.items()), reverse=True)[:40]
-    for cumulative, own, calls, key in rows:
-        name = f"{Path(key[0]).name}:{key[2]}"
-        print(f"{cumulative / 40 * 1e3:8.3f} ms {own / 40 * 1e3:8.3f} own {calls / 40:8.1f} x {name}")
-    return {"wall_ms": wall}
 
 
 class Report:
@@ -330,19 +285,14 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
         if "tpot" in sections:
             report.section(f"{shape} tpot {num}", lambda names=names: tpot(bench, names, rounds))
         if "profile" in sections:
-            report.section(
-                f"{shape} profile {num}", lambda names=names, num=num: profile(bench, names, report.out, str(num))
-            )
+            report.section(f"{shape} profile {num}", partial(profile, bench, names, report.out, str(num)))
         if "host" in sections:
             report.section(f"{shape} host {num}", lambda names=names: host_times(bench, names))
         if "throughput" in sections:
             report.section(f"{shape} throughput {num}", lambda names=names: throughput(bench, names, *workload))
         if "prefill" in sections:
-            label = str(num)
-            report.section(
-                f"{shape} prefill {num}",
-                lambda names=names, label=label: prefill_profile(bench, names, report.out, label, *workload[:2]),
-            )
+            run = partial(prefill_profile, bench, names, report.out, str(num), *workload[:2])
+            report.section(f"{shape} prefill {num}", run)
         if "by_hand" in sections and num != counts[1]:
             report.section(f"{shape} by hand {num}", lambda names=names: by_hand(bench, names))
     if "long" in sections:
@@ -352,6 +302,10 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
         report.section(f"{shape} flatness", lambda: flatness(bench))
     if "unused" in sections:
         report.section(f"{shape} unused adapters", lambda: unused_lora(bench))
+    if "prefix" in sections:
+        prefix_sections(report.section, shape, bench)
+    if "deterministic" in sections:
+        report.section(f"{shape} deterministic", lambda: deterministic(bench, rounds, workload))
     if "load" in sections:
         report.section(f"{shape} hot load", lambda: hot_load(bench))
     summary(report.results, shape, counts)
@@ -376,7 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama8b,qwen06b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long")
+    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long,prefix")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")

@@ -11,12 +11,19 @@ TILES = {  # by rows: rows and columns of a tile, inputs of a block, warps, stag
         ((16, 128, 128, 4, 4), (4, 1)),
         ((16, 128, 128, 4, 4), (8, 2)),
         ((16, 128, 128, 8, 4), (4, 1)),
+        ((16, 32, 256, 2, 4), (4, 1)),
+        ((16, 32, 256, 2, 4), (2, 1)),
+        ((16, 64, 256, 2, 4), (4, 1)),
+        ((16, 64, 128, 2, 6), (4, 1)),
     ),
     32: (
         ((32, 128, 128, 4, 4), (4, 1)),
         ((32, 128, 128, 8, 4), (4, 2)),
         ((32, 256, 64, 8, 6), (4, 1)),
         ((32, 64, 128, 4, 5), (2, 1)),
+        ((32, 64, 128, 2, 5), (4, 1)),
+        ((32, 64, 256, 2, 4), (4, 1)),
+        ((32, 32, 256, 2, 4), (4, 1)),
     ),
     64: (
         ((64, 256, 64, 8, 5), (4, 1)),
@@ -60,7 +67,8 @@ def _fused() -> Iterator[Variant]:
                 row = {"block_m": m, "block_n": n, "block_k": k, "parts": parts, "pdl": 1}
                 row |= {"num_warps": warps, "num_stages": stages}
                 label = f"m{m} n{n} k{k} parts {parts} warps {warps} stages {stages}"
-                cases = tuple(f"fp8 {size} T={count}" for size in sizes)
+                kinds = ("fp8", "int8") if count <= 32 else ("fp8",)
+                cases = tuple(f"{kind} {size} T={count}" for kind in kinds for size in sizes)
                 yield label, {"quantised_linear": row, "quantised_form": {"is_widened": 0}}, cases
 
 

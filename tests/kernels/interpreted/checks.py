@@ -19,8 +19,10 @@ from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
 from kernels.sgmv import LoraSlice, SgmvPlan, plan_sgmv
+from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import reference as silu_mul_reference
+from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.testing import (
     NAN,
     Heads,
@@ -105,6 +107,28 @@ def check_silu_mul(kernel: ModuleType, num_rows: int, size: int, dtype: torch.dt
     assert_matches_reference(kernel.silu_mul(x), silu_mul_reference.silu_mul(x.double()))
 
 
+def check_silu_low(
+    kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype, room: int | None = None
+) -> None:
+    """Of gate and up, each as wide as a slice; rows that no adapter touches get the bits of silu_mul alone. With
+    ``room`` through a captured plan."""
+    size = slices[0].b.shape[2]
+    x = sliced(len(slots) + (room or 0), slices[0].a.shape[2], dtype=dtype)
+    gate_up = sliced(len(x), 2 * size, dtype=dtype, seed=9)
+    expected = gate_up.double()
+    for part, (row, slot) in itertools.product(slices, enumerate(slots)):
+        if slot >= 0 and part.lora_ranks[slot]:
+            delta = lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
+            expected[row, part.start : part.start + size] += delta
+    given, plan = slices, plan_sgmv(slots, x.device)
+    if room is not None:
+        given, plan = captured_sgmv(slots, slices, room)
+    out = kernel.silu_mul(gate_up, sgmv_kernel.shrink(x, given, plan))
+    assert_matches_reference(out, silu_mul_reference.silu_mul(expected))
+    idle = [row for row in range(len(x)) if row >= len(slots) or slots[row] < 0]
+    assert torch.equal(out[idle], silu_mul_kernel.silu_mul(gate_up)[idle])
+
+
 def check_qk_rope_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: torch.dtype, *, norms: bool) -> None:
     """Every third token fills up the step: its slot is -1. Angles of other positions and all else are NaN."""
     num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
@@ -131,9 +155,16 @@ def check_qk_rope_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: t
     assert all(torch.equal(blocks[0], block) for blocks, block in zip(memory, before, strict=True))
 
 
-def attend(kernel: ModuleType, batch: RaggedKv, spans: Spans, groups: Sequence[PrefixGroup] = ()) -> Tensor:
+def attend(
+    kernel: ModuleType,
+    batch: RaggedKv,
+    spans: Spans,
+    groups: Sequence[PrefixGroup] = (),
+    *,
+    is_fixed: bool = False,
+) -> Tensor:
     queries, plan = batch.step(spans)
-    plan = dataclasses.replace(plan, groups=tuple(groups))
+    plan = dataclasses.replace(plan, groups=tuple(groups), is_fixed=is_fixed)
     return kernel.paged_attention(queries, batch.key_cache, batch.value_cache, plan, batch.heads.head_dim**-0.5)
 
 
@@ -188,7 +219,13 @@ def share_prefix(batch: RaggedKv, members: Sequence[int], num_tokens: int) -> No
 
 
 def check_attention(
-    kernel: ModuleType, batch: RaggedKv, spans: Spans, groups: Sequence[PrefixGroup] = (), *, room: int | None = None
+    kernel: ModuleType,
+    batch: RaggedKv,
+    spans: Spans,
+    groups: Sequence[PrefixGroup] = (),
+    *,
+    room: int | None = None,
+    is_fixed: bool = False,
 ) -> None:
     """All that a query must not see is NaN (kernels.testing), and so are the sequence's own later positions. With
     ``room`` through a captured plan."""
@@ -201,7 +238,7 @@ def check_attention(
     )
     hidden = hide_unseen(batch, spans)
     if room is None:
-        assert_matches_reference(attend(kernel, hidden, spans, groups), expected)
+        assert_matches_reference(attend(kernel, hidden, spans, groups, is_fixed=is_fixed), expected)
     else:
         assert_matches_reference(attend_captured(kernel, hidden, spans, room, groups), expected)
 
@@ -227,7 +264,9 @@ def small_tiles(monkeypatch) -> None:
         "split_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "group_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "captured_work": [{"programs": 4, "per_sequence": 1}],
+        "captured_group_work": [{"programs": 4, "per_sequence": 0}],
         "chunk_work": [{"block_m": 32, "max_chunk": 32}],
+        "fixed_work": [{"block_m": 32, "max_chunk": 32}],
         "merge": [{"chunks": 2, "num_warps": 4, "pdl": 0}],
         "attend_split": attend,
         "attend_chunk": attend,

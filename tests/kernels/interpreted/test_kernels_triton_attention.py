@@ -110,6 +110,28 @@ def test_where_blocks_lie_changes_no_bit():
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("heads", [Heads(2, 1, 16, 16), Heads(3, 1, 16, 16, 20)], ids=str)
+def test_by_a_fixed_plan_a_row_has_its_bits_however_its_prompt_is_cut_and_whoever_is_beside_it(heads, monkeypatch):
+    """In bf16, whose products are exact: numpy's own of fp32 are fused with sums in some rows of a tile only."""
+    small_tiles(monkeypatch)
+    batch = ragged_kv([50, 40, 17], heads, BF16)
+    whole = attend(attention_kernel, batch, [(0, 0, 50)], is_fixed=True)
+
+    for chunk in [(0, 0, 7), (0, 7, 40), (0, 31, 32), (0, 49, 50)]:
+        alone = attend(attention_kernel, batch, [chunk], is_fixed=True)
+        among = attend(attention_kernel, batch, [(1, 39, 40), chunk, (2, 13, 17)], is_fixed=True)
+        assert torch.equal(alone, whole[chunk[1] : chunk[2]]), chunk
+        assert torch.equal(among[1 : 1 + len(alone)], alone), chunk
+
+
+@BOTH
+@pytest.mark.parametrize("sliding_window", [None, 40])
+def test_a_fixed_plan_sees_what_any_other_sees(sliding_window, dtype, monkeypatch):
+    small_tiles(monkeypatch)
+    batch = ragged_kv([40, 17, 90, 25], Heads(4, 2, 16, 16, sliding_window), dtype)
+    check_attention(attention_kernel, batch, [(0, 10, 40), (1, 16, 17), (2, 89, 90), (3, 21, 25)], is_fixed=True)
+
+
 def _moved(batch: RaggedKv) -> RaggedKv:
     count = len(batch.key_cache)
     for sequence in batch.sequences:
