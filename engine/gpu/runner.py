@@ -13,10 +13,12 @@ from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.plain_torch import warn_of, without_kernel
 from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.gpu.shapes import shapes_of
+from engine.gpu.shared_prefixes import SharedPrefixes
 from engine.metering.cost import Floats
 from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
+from kernels.paged_attention import PrefixGroup
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,12 @@ class CudaRunner(Runner):
         most = max((config.max_sequences, *shapes.decodes))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
+        self._prefixes = SharedPrefixes(model.config, config, self._token_bytes // model.config.num_layers)
         self._decodes: DecodeGraphs | None = None
         self._prompts: PieceGraphs | None = None
-        if has_graphs and model.config.moe is None:
+        if has_graphs and not self._without_kernel:
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
-            self._decodes = DecodeGraphs(*shared) if shapes.decodes and not self._without_kernel else None
+            self._decodes = DecodeGraphs(*shared) if shapes.decodes else None
             self._prompts = PieceGraphs(*shared)
 
     @torch.inference_mode()
@@ -94,11 +97,13 @@ class CudaRunner(Runner):
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         self._counters.num_bytes += self._least_bytes(plan)
         scores: dict[int, list[Scores]] = {}
+        groups = self._prefixes.groups(plan)
+        self._counters.num_grouped += sum(len(group.members) for group in groups)
         if self._decodes is not None and self._decodes.fits(plan):
-            logits = self._decodes.replay(plan, self._ahead)
+            logits = self._decodes.replay(plan, self._ahead, groups)
             self._counters.shapes[f"decode {self._decodes.size(len(rows))}"] += 1
         else:
-            logits, scores = self._launch_prompts(plan)
+            logits, scores = self._launch_prompts(plan, groups)
         if self._device_sampler.changes(rows):
             self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
         self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
@@ -109,9 +114,11 @@ class CudaRunner(Runner):
         step.done.record()
         return step
 
-    def _launch_prompts(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+    def _launch_prompts(
+        self, plan: StepPlan, groups: tuple[PrefixGroup, ...]
+    ) -> tuple[Tensor, dict[int, list[Scores]]]:
         """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
-        flat = flatten(plan, self._block_size, self._ahead)
+        flat = flatten(plan, self._block_size, self._ahead, groups)
         starts = flat.starts.tolist()
         if self._prompts is not None and self._prompts.fits(plan.num_tokens):
             hidden = self._prompts.replay(flat)
@@ -133,10 +140,9 @@ class CudaRunner(Runner):
     def _count_by_hand(self, plan: StepPlan) -> None:
         """A step that is launched kernel by kernel; a fallback where a graph could have been expected."""
         self._counters.shapes["by hand"] += 1
-        if self._model.config.moe is not None:
-            self._counters.fallbacks["graph", "experts"] += 1
-        elif plan.num_tokens == len(plan.chunks):
-            self._counters.fallbacks["graph", "too_many_sequences"] += 1
+        decodes = ("too_many_sequences",) if plan.num_tokens == len(plan.chunks) else ()
+        for reason in self._without_kernel or decodes:
+            self._counters.fallbacks["graph", reason] += 1
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → logits [R, V], by a product of the shape that there is."""
