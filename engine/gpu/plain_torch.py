@@ -11,7 +11,7 @@ from kernels.paged_attention import MAX_HEAD_BYTES
 logger = logging.getLogger("engine.gpu")
 
 COSTS = {
-    "head_size": f"attention, of heads above {MAX_HEAD_BYTES} bytes: one sequence after the other, and no step is a graph",
+    "head_size": f"attention of heads above {MAX_HEAD_BYTES} bytes: a sequence after the other, and no step is a graph",
     "experts": "experts: each of their layers waits for its router, so no step is a graph and the host sets the pace",
 }
 

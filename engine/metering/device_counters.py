@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from engine.wire import Family
 
 TIMED_STEPS = 64
-PLAIN_TORCH = ("head_size", "experts")  # what a GPU has no kernel for, and no graph then
-FALLBACKS = (("graph", "too_many_sequences"), *((kind, reason) for kind in ("graph", "kernel") for reason in PLAIN_TORCH))
+FALLBACKS = (
+    ("graph", "too_many_sequences"),
+    *((kind, reason) for kind in ("graph", "kernel") for reason in ("head_size", "experts")),
+)
 
 
 @dataclass
