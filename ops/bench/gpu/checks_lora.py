@@ -46,7 +46,7 @@ Step = Callable[[Tensor, Layer, SgmvPlan], Tensor]
 def early_launches(is_early: int) -> Iterator[None]:
     """All that a table decides about early launches, decided so."""
     original = tiles._table
-    row = {name: is_early for name in original("default")["pdl"][0]}
+    row = dict.fromkeys(original("default")["pdl"][0], is_early)
     tiles._table = lambda gpu: {**original(gpu), "pdl": [row]}
     try:
         yield

@@ -200,7 +200,6 @@ def lora(
         start += size_out
     x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
     plan = plan_sgmv([row % num_slots for row in range(num_rows)], x.device)
-    sgmv_kernel.sgmv(y, x, slices, plan)
     low = sgmv_kernel.shrink(x, slices, plan)
     sgmv_kernel.expand(y, low)
     if sizes_out == GATE_UP:
