@@ -152,6 +152,10 @@ def _lora_step() -> list[Variant]:
         found.append((*_vector(k, shrink_warps, n, expand_warps), decodes))
     for n, warps in ((64, 1), (256, 1), (128, 1)):
         found.append((f"n{n}/{warps} early", _rows("silu_low_vector", block_n=n, num_warps=warps) | early, rows))
+    matrices = _rows("sgmv_form", rows_of_slot=0)
+    found.append(("matrices", matrices, decodes))
+    for n, warps in ((64, 2), (128, 4), (256, 4), (128, 2)):
+        found.append((f"matrices n{n}/{warps}", matrices | _rows("silu_low_matrix", block_n=n, num_warps=warps), rows))
     return found
 
 
