@@ -118,26 +118,10 @@ def _lora_step() -> list[Variant]:
     ):
         cases = tuple(f"shrink T=8192 L=8 {name}" for name in prompts)
         found.append((f"m{m} k{k} split {split} {warps}/{stages}", _segments(m, k, split, warps, stages), cases))
-    for m, n, warps in (
-        (16, 512, 4),
-        (32, 128, 4),
-        (32, 256, 4),
-        (64, 64, 4),
-        (64, 128, 4),
-        (64, 256, 8),
-        (128, 128, 8),
-    ):
+    for m, n, warps in ((32, 64, 2), (32, 128, 8), (32, 128, 2)):
         expand = _segments(m) | _rows("sgmv_expand", block_n=n, num_warps=warps, pdl=1)
         found.append((f"m{m} n{n}/{warps}", expand, tuple(f"expand T=8192 L=8 {name}" for name in prompts)))
-    for m, n, warps in (
-        (16, 128, 4),
-        (32, 128, 4),
-        (32, 256, 8),
-        (64, 64, 4),
-        (64, 128, 4),
-        (64, 128, 8),
-        (128, 64, 8),
-    ):
+    for m, n, warps in ((16, 64, 2), (16, 128, 2), (32, 64, 2), (32, 64, 4), (32, 128, 8)):
         fused = _segments(m) | _rows("silu_low_matrix", block_n=n, num_warps=warps)
         found.append((f"m{m} n{n}/{warps}", fused, ("expand, silu T=8192 L=8 fused",)))
     decodes = tuple(
