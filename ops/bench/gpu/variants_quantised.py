@@ -64,7 +64,7 @@ def _fused() -> Iterator[Variant]:
     for count, forms in TILES.items():
         for (m, n, k, warps, stages), both in forms:
             for sizes, parts in zip((SIZES[:2], SIZES[2:]), both, strict=True):
-                row = {"block_m": m, "block_n": n, "block_k": k, "parts": parts, "pdl": 1}
+                row = {"block_m": m, "block_n": n, "block_k": k, "parts": parts, "pdl": 1, "pairs": int(n >= 64)}
                 row |= {"num_warps": warps, "num_stages": stages}
                 label = f"m{m} n{n} k{k} parts {parts} warps {warps} stages {stages}"
                 kinds = ("fp8", "int8") if count <= 32 else ("fp8",)

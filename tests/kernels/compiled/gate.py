@@ -45,6 +45,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
