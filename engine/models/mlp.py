@@ -14,7 +14,8 @@ class GatedMlp:
         self.down = down
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x, lora), self.down.weight.data), lora)
+        gate_up, low = self.gate_up.apart(x, lora)
+        return self.down(silu_mul(gate_up, self.down.weight.data, low), lora)
 
     @property
     def first_weight(self) -> Tensor:

@@ -21,14 +21,15 @@ def segment_numbers(num_rows: int) -> int:
 
 
 def fill_segments(out: NDArray[np.int32], row_slots: Sequence[int], num_rows: int, empty_slot: int) -> None:
-    """row_slots: the slot of each row, -1 = none, at most num_rows of them → out [segment_numbers]. What is left over
-    stands for no row of ``empty_slot``, whose rank must be 0."""
+    """row_slots: the slot of each row, -1 = none, at most num_rows of them → out [segment_numbers]. Rows without one
+    stand as rows of ``empty_slot``, whose rank must be 0; segments that are left over have no row."""
     assert len(row_slots) <= num_rows, (len(row_slots), num_rows)
     rows, table = (out[place] for place in _places(num_rows))
     table = table.reshape(-1, 4)
-    order, segments = cut_rows(np.asarray(row_slots, dtype=np.int64), _segment_rows(num_rows))
-    rows[: len(order)] = order
-    rows[len(order) :] = 0
+    slots = np.full(num_rows, -1, dtype=np.int64)
+    slots[: len(row_slots)] = row_slots
+    rows[:], segments = cut_rows(slots, _segment_rows(num_rows))
+    segments[segments[:, 2] < 0, 2] = empty_slot
     table[: len(segments)] = segments
     table[len(segments) :] = (0, 0, empty_slot, 0)
 
@@ -43,7 +44,7 @@ class CapturedSgmv(SgmvPlan):
     def __init__(self, memory: Tensor, num_rows: int, empty_slot: int) -> None:
         super().__init__(num_rows, {empty_slot: list(range(num_rows))}, memory.device)
         rows, table = (memory[place] for place in _places(num_rows))
-        self._segments[_segment_rows(num_rows)] = Segments(rows, table.view(-1, 4))
+        self._segments[_segment_rows(num_rows)] = Segments(rows, table.view(-1, 4), num_rows)
 
     def is_sparse(self, most_rows: int) -> bool:
         return _segment_rows(self.num_rows) == 1

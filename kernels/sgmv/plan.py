@@ -39,11 +39,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Segments:
-    """For the GPU: ``rows`` [rows with a slot] int32, sorted by slot, and ``table`` [segments, 4] int32: where in
-    ``rows`` a segment begins, its number of rows (0: none, of a captured step with fewer segments), its slot, 0."""
+    """For the GPU: ``rows`` [T] int32, sorted by slot, those without one behind all others, and ``table`` [segments, 4]
+    int32: where in ``rows`` a segment begins, its number of rows (0: none, of a captured step with fewer segments), its
+    slot (-1: none), 0. The first ``num_owned`` segments have a slot."""
 
     rows: Tensor
     table: Tensor
+    num_owned: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class SgmvPlan:
             row_slots[own] = slot
         rows, table = cut_rows(row_slots, most_rows)
         on_device = upload([rows, table.ravel()], self.device)
-        return Segments(on_device[0], on_device[1].view(-1, 4))
+        return Segments(on_device[0], on_device[1].view(-1, 4), int((table[:, 2] >= 0).sum()))
 
     def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
         """The tiles of the slots with a rank, for a module whose ranks by slot are ``lora_ranks`` in weights
@@ -129,10 +131,9 @@ def plan_sgmv(row_slots: list[int], device: torch.device) -> SgmvPlan:
 
 def cut_rows(row_slots: NDArray[np.int64], most_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The slot of each row, -1 = none → ``rows`` and ``table`` of Segments of at most ``most_rows`` rows."""
-    rows = row_slots.argsort(kind="stable")
-    rows = rows[row_slots[rows] >= 0]
+    rows = np.where(row_slots < 0, np.iinfo(np.int64).max, row_slots).argsort(kind="stable")
     slots = row_slots[rows]
-    first = np.flatnonzero(np.diff(slots, prepend=-1))
+    first = np.flatnonzero(np.diff(slots, prepend=-2))
     lengths = np.diff(first, append=len(slots))
     pieces = -(-lengths // most_rows)
     owner = np.repeat(np.arange(len(first)), pieces)

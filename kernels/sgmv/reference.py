@@ -5,29 +5,31 @@ multiple of RANK_MULTIPLE with zeros, which add nothing: for narrower matrices M
 the number of tiles (measured for ranks 1 … 4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kernels.sgmv.low import LoraSlice, TiledLow
 from kernels.sgmv.plan import RANK_MULTIPLE, TILE_ROWS, Group, SgmvPlan
 
-if TYPE_CHECKING:
-    from kernels.sgmv import LoraSlice
 
-
-def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
+def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> TiledLow | None:
     gathered: dict[int, Tensor] = {}
+    products: list[tuple[LoraSlice, Group, Tensor]] = []
     for part in slices:
-        columns = y[:, part.start : part.start + part.b.shape[2]]
         for group in plan.groups(part.lora_ranks, part.a.shape[1]):
             if id(group) not in gathered:  # packed slices mostly share their groups
                 gathered[id(group)] = _tiles(x, group)
             low = torch.bmm(gathered[id(group)], _chosen(part.a, group).transpose(1, 2))
-            _add(columns, torch.bmm(low, _chosen(part.b, group)).flatten(0, 1), group)
+            products.append((part, group, low))
+    return TiledLow(tuple(products)) if products else None
+
+
+def expand(y: Tensor, low: TiledLow) -> None:
+    for part, group, product in low.products:
+        columns = y[:, part.start : part.start + part.b.shape[2]]
+        _add(columns, torch.bmm(product, _chosen(part.b, group)).flatten(0, 1), group)
 
 
 def _tiles(x: Tensor, group: Group) -> Tensor:

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sgmv import LoraSlice, triton_vector
-from kernels.sgmv.plan import Segments, SgmvPlan
+from kernels.sgmv import triton_vector
+from kernels.sgmv.low import LoraSlice, PartialLow
+from kernels.sgmv.plan import SgmvPlan
+from kernels.sgmv.triton_vector import tile_of_b
 from kernels.tiles import power_of_2, tiles
 
 _COLUMNS = 8  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
@@ -44,9 +46,9 @@ def _shrink(
     a multiple of 8 with zeros, so that expand may load vectors."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    i_segment = tl.program_id(0).to(tl.int64)
-    i_split = tl.program_id(1).to(tl.int64)
-    i_slice = tl.program_id(2).to(tl.int64)
+    i_slice = tl.program_id(0).to(tl.int64)  # the slices of a segment run together, since they read the same rows
+    i_segment = tl.program_id(1).to(tl.int64)
+    i_split = tl.program_id(2).to(tl.int64)
     first_row = tl.load(p_segments + i_segment * 4)
     num_own = tl.load(p_segments + i_segment * 4 + 1)
     i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
@@ -81,6 +83,19 @@ def _shrink(
 
 
 @triton.jit
+def add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr):
+    """b_y [rows, columns] and what the rows' low ranks add to it: the sums over the first axis of partials' rows
+    ``i_low`` [parts, rows], where ``m_low`` [rows, ranks], times B."""
+    p_low = p_partials + i_low[:, :, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, None, :]
+    b_low = tl.sum(tl.load(p_low, mask=m_low[None, :, :], other=0.0), 0)
+    b_high = b_low.to(b_b.dtype)
+    b_y = tl.dot(b_high, b_b, b_y, input_precision=PRECISION)
+    if b_b.dtype != tl.float32:
+        b_y = tl.dot((b_low - b_high.to(tl.float32)).to(b_b.dtype), b_b, b_y, input_precision=PRECISION)
+    return b_y
+
+
+@triton.jit
 def _expand(
     p_y,
     p_partials,
@@ -98,88 +113,80 @@ def _expand(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ALIGNED: every slice begins and ends at a multiple of 16 columns, in y and in b."""
     i_column = tl.program_id(0).to(tl.int64) * BLOCK_N
     i_segment = tl.program_id(1).to(tl.int64)
     i_slice = tl.program_id(2).to(tl.int64)
     p_slice = p_slices + i_slice * COLUMNS
     start = tl.load(p_slice + 3)
-    size_out = tl.load(p_slice + 4)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-        size_out = tl.multiple_of(size_out, 16)
     first_row = tl.load(p_segments + i_segment * 4)
     num_own = tl.load(p_segments + i_segment * 4 + 1)
     i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
     p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
     lora_rank = tl.load(p_ranks + i_slot)
-    if (lora_rank == 0) | (num_own == 0) | (i_column >= size_out):
+    if (lora_rank == 0) | (num_own == 0) | (i_column >= tl.load(p_slice + 4)):
         return
-    p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_y.dtype.element_ty)), 16)  # bytes
-    num_ranks = tl.load(p_slice + 5)
 
     o_rows = tl.arange(0, BLOCK_M)
     m_rows = o_rows < num_own
     i_rows = tl.load(p_rows + first_row + o_rows, mask=m_rows, other=0).to(tl.int64)
-    o_ranks = tl.arange(0, BLOCK_R)
-    m_ranks = o_ranks < lora_rank
     o_out = i_column + tl.arange(0, BLOCK_N)
-    m_out = o_out < size_out
-    p_weights = p_b + ((i_slot * num_ranks + o_ranks) * size_out)[:, None] + o_out[None, :]
-    b_b = tl.load(p_weights, mask=m_ranks[:, None] & m_out[None, :], other=0.0)
+    _, b_b, size_out = tile_of_b(p_slice, p_y, i_slot, lora_rank, o_out, BLOCK_R, ALIGNED)
     p_own = p_y + (i_rows * stride_y)[:, None] + (start + o_out)[None, :]
-    m_own = m_rows[:, None] & m_out[None, :]
+    m_own = m_rows[:, None] & (o_out < size_out)[None, :]
     b_y = tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
-    o_splits = (i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row
-    o_low = (o_splits[:, None, None] + o_rows[None, :, None]) * BLOCK_R + o_ranks[None, None, :]
-    m_low = m_rows[None, :, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_low = tl.sum(tl.load(p_partials + o_low, mask=m_low, other=0.0), 0)
-    b_high = b_low.to(b_b.dtype)
-    b_y = tl.dot(b_high, b_b, b_y, input_precision=PRECISION)
-    if b_b.dtype != tl.float32:
-        b_y = tl.dot((b_low - b_high.to(tl.float32)).to(b_b.dtype), b_b, b_y, input_precision=PRECISION)
+    i_low = ((i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row)[:, None] + o_rows[None, :]
+    m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]
+    b_y = add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R, PRECISION)
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_own)
 
 
 def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
     """See the package; a, b, x and y have one dtype."""
+    low = shrink(x, slices, plan, in_line=True)
+    if low is not None:
+        expand(y, low, in_line=True)
+
+
+def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, *, in_line: bool = False) -> PartialLow | None:
+    """See the package. ``in_line``: expand is the stream's next launch, and may begin while this one runs."""
     for part in slices:
-        assert part.a.dtype == part.b.dtype == x.dtype == y.dtype, (part.a.dtype, part.b.dtype, x.dtype, y.dtype)
+        assert part.a.dtype == part.b.dtype == x.dtype, (part.a.dtype, part.b.dtype, x.dtype)
         assert part.a.is_contiguous(), part.a.stride()
         assert part.b.is_contiguous(), part.b.stride()
         assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
-    assert x.stride(1) == y.stride(1) == 1, (x.stride(), y.stride())
+    assert x.stride(1) == 1, x.stride()
     lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
     if not lora_rank:
-        return
+        return None
     table = _slice_table(tuple(map(_slice_row, slices)), x.device)
     if plan.is_sparse(tiles("sgmv_form", x.device, tokens=plan.num_rows)["rows_of_slot"]):
-        triton_vector.sgmv(y, x, slices, plan.segments(1), table, lora_rank)
+        return triton_vector.shrink(x, slices, plan.segments(1), table, lora_rank, in_line=in_line)
+    return _shrink_segments(x, slices, plan, table, lora_rank, in_line=in_line)
+
+
+def expand(y: Tensor, low: PartialLow, *, in_line: bool = False) -> None:
+    """See the package. ``in_line``: shrink was the launch of this stream just before, so that this one may begin while
+    it runs. What stands between them would not be waited for."""
+    assert y.dtype == low.slices[0].b.dtype, (y.dtype, low.slices[0].b.dtype)
+    assert y.stride(1) == 1, y.stride()
+    if low.segment_rows == 1:
+        triton_vector.expand(y, low, in_line=in_line)
     else:
-        _by_matrices(y, x, slices, plan, table, lora_rank)
+        _expand_segments(y, low, in_line=in_line)
 
 
-def _by_matrices(
-    y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int
-) -> None:
-    shrink = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
-    expand = tiles("sgmv_expand", x.device, tokens=plan.num_rows, rank=lora_rank)
-    segments = plan.segments(shrink["block_m"])
-    block_r = max(16, power_of_2(lora_rank))
-    shape = (len(slices), shrink["split"], len(segments.rows), block_r)
-    partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch_shrink(x, partials, segments, table, (shrink, expand))
-    _launch_expand(y, partials, segments, table, (shrink, expand), slices)
-
-
-def _launch_shrink(
-    x: Tensor, partials: Tensor, segments: Segments, table: Tensor, rows: tuple[dict[str, int], dict[str, int]]
-) -> None:
-    shrink, expand = rows
-    num_slices, split, num_rows, block_r = partials.shape
-    _shrink[(len(segments.table), split, num_slices)](
+def _shrink_segments(
+    x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int, *, in_line: bool
+) -> PartialLow:
+    row = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
+    segments = plan.segments(row["block_m"])
+    num_rows, split, block_r = len(segments.rows), row["split"], max(16, power_of_2(lora_rank))
+    partials = torch.empty((len(slices), split, num_rows, block_r), dtype=torch.float32, device=x.device)
+    _shrink[(len(slices), segments.num_owned, split)](
         x,
         partials,
         segments.rows,
@@ -189,48 +196,47 @@ def _launch_shrink(
         x.stride(0),
         SIZE_IN=x.shape[1],
         SPLIT=split,
-        BLOCK_M=shrink["block_m"],
-        BLOCK_K=shrink["block_k"] * 2 // x.element_size(),  # the tables count bf16
+        BLOCK_M=row["block_m"],
+        BLOCK_K=row["block_k"] * 2 // x.element_size(),  # the tables count bf16
         BLOCK_R=block_r,
         COLUMNS=_COLUMNS,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PDL=bool(expand["pdl"]),
-        num_warps=shrink["num_warps"],
-        num_stages=shrink["num_stages"],
+        PDL=in_line and bool(_expand_row(x, num_rows, lora_rank)["pdl"]),
+        num_warps=row["num_warps"],
+        num_stages=row["num_stages"],
     )
+    return PartialLow(tuple(slices), segments, row["block_m"], table, lora_rank, partials)
 
 
-def _launch_expand(
-    y: Tensor,
-    partials: Tensor,
-    segments: Segments,
-    table: Tensor,
-    rows: tuple[dict[str, int], dict[str, int]],
-    slices: Sequence[LoraSlice],
-) -> None:
-    shrink, expand = rows
-    num_slices, split, num_rows, block_r = partials.shape
-    most = max(part.b.shape[2] for part in slices)
-    _expand[(triton.cdiv(most, expand["block_n"]), len(segments.table), num_slices)](
+def _expand_segments(y: Tensor, low: PartialLow, *, in_line: bool) -> None:
+    num_slices, split, num_rows, block_r = low.partials.shape
+    row = _expand_row(y, num_rows, low.lora_rank)
+    is_dependent = in_line and bool(row["pdl"])
+    most = max(part.b.shape[2] for part in low.slices)
+    _expand[(triton.cdiv(most, row["block_n"]), low.segments.num_owned, num_slices)](
         y,
-        partials,
-        segments.rows,
-        segments.table,
-        table,
+        low.partials,
+        low.segments.rows,
+        low.segments.table,
+        low.table,
         num_rows,
         y.stride(0),
         SPLIT=split,
-        BLOCK_M=shrink["block_m"],
-        BLOCK_N=expand["block_n"],
+        BLOCK_M=low.segment_rows,
+        BLOCK_N=row["block_n"],
         BLOCK_R=block_r,
         COLUMNS=_COLUMNS,
-        ALIGNED=all(part.start % 16 == 0 and part.b.shape[2] % 16 == 0 for part in slices),
+        ALIGNED=low.is_aligned,
         PRECISION="tf32x3" if y.dtype == torch.float32 else "tf32",
-        PDL=bool(expand["pdl"]),
-        num_warps=expand["num_warps"],
+        PDL=is_dependent,
+        num_warps=row["num_warps"],
         num_stages=1,
-        **({"launch_pdl": True} if expand["pdl"] else {}),
+        **({"launch_pdl": True} if is_dependent else {}),
     )
+
+
+def _expand_row(like: Tensor, num_rows: int, lora_rank: int) -> dict[str, int]:
+    return tiles("sgmv_expand", like.device, tokens=num_rows, rank=lora_rank)
 
 
 def _slice_row(part: LoraSlice) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sgmv import LoraSlice
+from kernels.sgmv.low import LoraSlice, PartialLow
 from kernels.sgmv.plan import Segments
 from kernels.tiles import power_of_2, tiles
 
@@ -73,6 +73,38 @@ def _shrink(
 
 
 @triton.jit
+def tile_of_b(p_slice, p_like, i_slot, lora_rank, o_out, RANKS: tl.constexpr, ALIGNED: tl.constexpr):
+    """B's first RANKS ranks of a slice's columns ``o_out``: where they stand, they, and the ranks' distance. B has the
+    dtype of ``p_like``; what is past the slot's rank or the slice's columns is zero. ALIGNED: see PartialLow."""
+    p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_like.dtype.element_ty)), 16)  # bytes
+    size_out = tl.load(p_slice + 4)
+    num_ranks = tl.load(p_slice + 5)
+    if ALIGNED:
+        size_out = tl.multiple_of(size_out, 16)
+    o_ranks = tl.arange(0, RANKS)
+    p_tile = p_b + ((i_slot * num_ranks + o_ranks) * size_out)[:, None] + o_out[None, :]
+    m_tile = (o_ranks < lora_rank)[:, None] & (o_out < size_out)[None, :]
+    return p_tile, tl.load(p_tile, mask=m_tile, other=0.0), size_out
+
+
+@triton.jit
+def add_ranks(
+    b_y, p_partials, p_tile, b_b, size_out, i_low, m_low, lora_rank, m_out, RANKS: tl.constexpr, MAX_RANK: tl.constexpr
+):
+    """b_y [columns] and what a row's low ranks add to it: the sums of partials' rows ``i_low`` where ``m_low``, times
+    B, of which ``tile_of_b`` has given p_tile, b_b and size_out."""
+    o_ranks = tl.arange(0, RANKS)
+    for i_ranks in range(0, lora_rank, RANKS):
+        p_low = p_partials + i_low[:, None] * MAX_RANK + (i_ranks + o_ranks)[None, :]
+        b_low = tl.sum(tl.load(p_low, mask=m_low[:, None] & (o_ranks < RANKS)[None, :], other=0.0), 0)
+        b_y += tl.sum(b_b.to(tl.float32) * b_low[:, None], 0)
+        p_tile += RANKS * size_out
+        m_next = (i_ranks + RANKS + o_ranks < lora_rank)[:, None] & m_out[None, :]
+        b_b = tl.load(p_tile, mask=m_next, other=0.0)
+    return b_y
+
+
+@triton.jit
 def _expand(
     p_y,
     p_partials,
@@ -90,7 +122,6 @@ def _expand(
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ALIGNED: every slice begins and ends at a multiple of 16 columns, in y and in b."""
     i_column = tl.program_id(0).to(tl.int64) * BLOCK_N
     i_place = tl.program_id(1).to(tl.int64)
     i_slice = tl.program_id(2).to(tl.int64)
@@ -98,53 +129,41 @@ def _expand(
     num_own = tl.load(p_segments + i_place * 4 + 1)
     i_slot = tl.load(p_segments + i_place * 4 + 2).to(tl.int64)
     i_row = tl.load(p_rows + i_place).to(tl.int64)
-    p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_y.dtype.element_ty)), 16)  # bytes
     p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
     start = tl.load(p_slice + 3)
-    size_out = tl.load(p_slice + 4)
-    num_ranks = tl.load(p_slice + 5)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-        size_out = tl.multiple_of(size_out, 16)
-    if (num_own == 0) | (i_column >= size_out):
+    if (num_own == 0) | (i_column >= tl.load(p_slice + 4)):
         return
     lora_rank = tl.load(p_ranks + i_slot)
     if lora_rank == 0:
         return
-    o_ranks = tl.arange(0, RANKS)
-    o_splits = tl.arange(0, SPLITS)
-    i_low = (i_slice * SPLIT + o_splits) * num_rows + i_place
     o_out = i_column + tl.arange(0, BLOCK_N)
+    p_tile, b_b, size_out = tile_of_b(p_slice, p_y, i_slot, lora_rank, o_out, RANKS, ALIGNED)
     m_out = o_out < size_out
-    m_splits = (o_splits < SPLIT)[:, None] & (o_ranks < RANKS)[None, :]
-    p_tile = p_b + ((i_slot * num_ranks + o_ranks) * size_out)[:, None] + o_out[None, :]
-    b_b = tl.load(p_tile, mask=(o_ranks < lora_rank)[:, None] & m_out[None, :], other=0.0)
     p_own = p_y + i_row * stride_y + start + o_out
     b_y = tl.load(p_own, mask=m_out, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for i_ranks in range(0, lora_rank, RANKS):
-        p_low = p_partials + i_low[:, None] * MAX_RANK + (i_ranks + o_ranks)[None, :]
-        b_low = tl.sum(tl.load(p_low, mask=m_splits, other=0.0), 0)
-        b_y += tl.sum(b_b.to(tl.float32) * b_low[:, None], 0)
-        p_tile += RANKS * size_out
-        m_next = (i_ranks + RANKS + o_ranks < lora_rank)[:, None] & m_out[None, :]
-        b_b = tl.load(p_tile, mask=m_next, other=0.0)
+    o_splits = tl.arange(0, SPLITS)
+    i_low = (i_slice * SPLIT + o_splits) * num_rows + i_place
+    m_low = o_splits < SPLIT
+    b_y = add_ranks(b_y, p_partials, p_tile, b_b, size_out, i_low, m_low, lora_rank, m_out, RANKS, MAX_RANK)
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_out)
 
 
-def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int) -> None:
+def shrink(
+    x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int, *, in_line: bool
+) -> PartialLow:
     """See the package; ``table`` has the slices' rows, no rank in use is above ``lora_rank``, and every segment has one
-    row: the first of the rows is the first segment's, and so on."""
+    row: the first of the rows is the first segment's, and so on. ``in_line``: expand is the stream's next launch."""
     max_rank = max(RANKS, power_of_2(lora_rank))
     (num_rows, size_in), itemsize = x.shape, x.element_size()
     row = tiles("sgmv_vector", x.device, tokens=num_rows, rank=max_rank)
     block_k = min(row["block_k"] * 2 // itemsize, max(16, power_of_2(size_in)))  # the tables count bf16
     split = triton.cdiv(size_in, block_k)
-    block_n = row["block_n"] * 2 // itemsize
     partials = torch.empty((len(slices), split, num_rows, max_rank), dtype=torch.float32, device=x.device)
-    columns, num_segments = table.shape[1], len(segments.table)
-    _shrink[(split * max_rank // RANKS, num_segments, len(slices))](
+    _shrink[(split * max_rank // RANKS, segments.num_owned, len(slices))](
         x,
         partials,
         segments.rows,
@@ -157,17 +176,26 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], segments: Segments, 
         BLOCK_K=block_k,
         RANKS=RANKS,
         MAX_RANK=max_rank,
-        COLUMNS=columns,
-        PDL=bool(row["pdl"]),
+        COLUMNS=table.shape[1],
+        PDL=in_line and bool(row["pdl"]),
         num_warps=row["shrink_warps"],
     )
-    most = max(part.b.shape[2] for part in slices)
-    _expand[(triton.cdiv(most, block_n), num_segments, len(slices))](
+    return PartialLow(tuple(slices), segments, 1, table, lora_rank, partials)
+
+
+def expand(y: Tensor, low: PartialLow, *, in_line: bool) -> None:
+    """See the package. ``in_line``: shrink was the launch of this stream just before."""
+    num_slices, split, num_rows, max_rank = low.partials.shape
+    row = tiles("sgmv_vector", y.device, tokens=num_rows, rank=max_rank)
+    block_n = row["block_n"] * 2 // y.element_size()
+    is_dependent = in_line and bool(row["pdl"])
+    most = max(part.b.shape[2] for part in low.slices)
+    _expand[(triton.cdiv(most, block_n), low.segments.num_owned, num_slices)](
         y,
-        partials,
-        segments.rows,
-        segments.table,
-        table,
+        low.partials,
+        low.segments.rows,
+        low.segments.table,
+        low.table,
         num_rows,
         y.stride(0),
         SPLIT=split,
@@ -175,10 +203,10 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], segments: Segments, 
         BLOCK_N=block_n,
         RANKS=RANKS,
         MAX_RANK=max_rank,
-        COLUMNS=columns,
-        ALIGNED=all(part.start % 16 == 0 and part.b.shape[2] % 16 == 0 for part in slices),
-        PDL=bool(row["pdl"]),
+        COLUMNS=low.table.shape[1],
+        ALIGNED=low.is_aligned,
+        PDL=is_dependent,
         num_warps=row["expand_warps"],
-        **({"launch_pdl": True} if row["pdl"] else {}),
+        **({"launch_pdl": True} if is_dependent else {}),
         **({"maxnreg": row["expand_registers"]} if "expand_registers" in row else {}),
     )

@@ -12,6 +12,11 @@ from kernels.tiles import is_early, power_of_2, tiles
 
 
 @triton.jit
+def silu_times(b_gate, b_up):
+    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+
+
+@triton.jit
 def _silu_mul(
     p_gate_up,
     p_out,
@@ -41,8 +46,7 @@ def _silu_mul(
     p_row = p_gate_up + i_row * stride_row + o_size
     b_gate = tl.load(p_row, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_row + SIZE, mask=mask, other=0.0).to(tl.float32)
-    b_out = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-    tl.store(p_out + i_row * SIZE + o_size, b_out.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_out + i_row * SIZE + o_size, silu_times(b_gate, b_up).to(p_out.dtype.element_ty), mask=mask)
 
 
 def silu_mul(gate_up: Tensor, prefetch: Prefetch | None = None) -> Tensor:

@@ -29,6 +29,7 @@ from engine.models.decoder import Decoder
 from engine.runner import Runner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.gpu_engine_checks import check_logits_are_those_of_the_reference, run_checks
+from ops.bench.gpu_prefix import prefix_sections
 from ops.bench.gpu_profile import host_times, prefill_profile, profile
 from ops.bench.random_model import random_adapter, random_decoder
 
@@ -284,19 +285,14 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
         if "tpot" in sections:
             report.section(f"{shape} tpot {num}", lambda names=names: tpot(bench, names, rounds))
         if "profile" in sections:
-            report.section(
-                f"{shape} profile {num}", lambda names=names, num=num: profile(bench, names, report.out, str(num))
-            )
+            report.section(f"{shape} profile {num}", partial(profile, bench, names, report.out, str(num)))
         if "host" in sections:
             report.section(f"{shape} host {num}", lambda names=names: host_times(bench, names))
         if "throughput" in sections:
             report.section(f"{shape} throughput {num}", lambda names=names: throughput(bench, names, *workload))
         if "prefill" in sections:
-            label = str(num)
-            report.section(
-                f"{shape} prefill {num}",
-                lambda names=names, label=label: prefill_profile(bench, names, report.out, label, *workload[:2]),
-            )
+            run = partial(prefill_profile, bench, names, report.out, str(num), *workload[:2])
+            report.section(f"{shape} prefill {num}", run)
         if "by_hand" in sections and num != counts[1]:
             report.section(f"{shape} by hand {num}", lambda names=names: by_hand(bench, names))
     if "long" in sections:
@@ -306,6 +302,8 @@ def measure_shape(report: Report, shape: str, device: torch.device, sections: se
         report.section(f"{shape} flatness", lambda: flatness(bench))
     if "unused" in sections:
         report.section(f"{shape} unused adapters", lambda: unused_lora(bench))
+    if "prefix" in sections:
+        prefix_sections(report.section, shape, bench)
     if "deterministic" in sections:
         report.section(f"{shape} deterministic", lambda: deterministic(bench, rounds, workload))
     if "load" in sections:
@@ -332,7 +330,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama8b,qwen06b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long")
+    parser.add_argument("--sections", default="teacher,tpot,throughput,profile,by_hand,load,flat,unused,long,prefix")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")

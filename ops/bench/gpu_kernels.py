@@ -1,7 +1,7 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
-    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--only checks,ceilings,decode,prefill,lora,norm,quantised,shapes]
-        [--checks NAMES] [--match CASES] [--no-variants]
+    python3 -m ops.bench.gpu_kernels [--out FOLDER] [--checks NAMES] [--match CASES] [--no-variants]
+        [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised,shapes]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
 later, go in processes beside each other (Triton's compiler takes one core each); the timing then has the GPU alone.
@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 Rows = dict[str, dict[str, int] | list[dict[str, int]]]
-SECTIONS = ("decode", "prefill", "lora", "norm", "quantised", "shapes")
+SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised", "shapes")
 MOST_PROCESSES = 14
 TIMED_S = {
     "decode": 110,
     "prefill": 40,
     "lora": 110,
+    "lora_step": 110,
     "norm": 25,
     "quantised": 140,
     "shapes": 60,
@@ -85,7 +86,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "norm": 1, "quantised": 5, "shapes": 4}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 5, "shapes": 4}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
@@ -109,9 +110,9 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 
 
 def all_checks() -> dict[str, Callable[[], None]]:
-    from ops.bench.gpu import cases_quantised, checks, checks_captured
+    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora
 
-    return {**checks.CHECKS, **checks_captured.CHECKS, **cases_quantised.CHECKS}
+    return {**checks.CHECKS, **checks_captured.CHECKS, **checks_lora.CHECKS, **cases_quantised.CHECKS}
 
 
 def run_check(name: str) -> int:
@@ -151,15 +152,13 @@ def warm(section: str, part: str, parts: str, *, match: str, variants_too: bool)
 def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Rows, Any]]:
     from ops.bench.gpu.cases import cases
     from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
+    from ops.bench.gpu.cases_lora import lora_step_cases
     from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.cases_shapes import shape_cases
     from ops.bench.gpu.variants import variants
 
-    found = [
-        case
-        for case in (*cases(), *captured_cases(), *sampling_cases(), *quantised_cases(), *shape_cases())
-        if re.search(match, case.name)
-    ]
+    kinds = cases, captured_cases, sampling_cases, lora_step_cases, quantised_cases, shape_cases
+    found = [case for kind in kinds for case in kind() if re.search(match, case.name)]
     own = {case.name: case for case in found if case.section == section}
     jobs: list[tuple[str, Rows, Any]] = [("", {}, case) for case in own.values()]
     if variants_too:

@@ -22,6 +22,7 @@ def variants() -> dict[str, list[Variant]]:
         "decode": _decode(),
         "prefill": _prefill(),
         "lora": _lora(),
+        "lora_step": _lora_step(),
         "norm": _norm(),
         "quantised": quantised_variants(),
     }
@@ -104,6 +105,56 @@ def _lora() -> list[Variant]:
             )
         ),
     ]
+
+
+def _lora_step() -> list[Variant]:
+    """Prompts: rows of a segment, then what each half does with them."""
+    prompts = ("q,k,v", "gate,up", "down")
+    found: list[Variant] = []
+    for m, k, split, warps, stages in (
+        (16, 256, 2, 4, 4),
+        (32, 128, 1, 4, 4),
+        (32, 256, 1, 4, 3),
+        (64, 128, 1, 4, 4),
+        (64, 128, 2, 4, 4),
+        (64, 128, 1, 8, 4),
+        (64, 64, 2, 4, 5),
+        (128, 64, 1, 4, 4),
+        (128, 64, 2, 8, 4),
+        (128, 128, 1, 8, 3),
+    ):
+        cases = tuple(f"shrink T=8192 L=8 {name}" for name in prompts)
+        found.append((f"m{m} k{k} split {split} {warps}/{stages}", _segments(m, k, split, warps, stages), cases))
+    for m, n, warps in (
+        (16, 512, 4),
+        (32, 128, 4),
+        (32, 256, 4),
+        (64, 64, 4),
+        (64, 128, 4),
+        (64, 256, 8),
+        (128, 128, 8),
+    ):
+        expand = _segments(m) | _rows("sgmv_expand", block_n=n, num_warps=warps, pdl=1)
+        found.append((f"m{m} n{n}/{warps}", expand, tuple(f"expand T=8192 L=8 {name}" for name in prompts)))
+    for m, n, warps in (
+        (16, 128, 4),
+        (32, 128, 4),
+        (32, 256, 8),
+        (64, 64, 4),
+        (64, 128, 4),
+        (64, 128, 8),
+        (128, 64, 8),
+    ):
+        fused = _segments(m) | _rows("silu_low_matrix", block_n=n, num_warps=warps)
+        found.append((f"m{m} n{n}/{warps}", fused, ("expand, silu T=8192 L=8 fused",)))
+    rows = tuple(f"expand, silu T=32 L={count} fused" for count in (8, 32))
+    for n, warps in ((128, 1), (256, 2), (512, 2), (256, 4), (1024, 8), (1024, 4)):
+        found.append((f"n{n}/{warps}", _rows("silu_low_vector", block_n=n, num_warps=warps), rows))
+    return found
+
+
+def _segments(m: int, k: int = 128, split: int = 1, warps: int = 4, stages: int = 3) -> Rows:
+    return _rows("sgmv_shrink", block_m=m, block_k=k, split=split, num_warps=warps, num_stages=stages)
 
 
 def _norm() -> list[Variant]:

@@ -39,6 +39,7 @@ from kernels.sampling import triton_kernel as sampling_kernel
 from kernels.sgmv import LoraSlice, plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
+from kernels.silu_mul import triton_low as silu_low_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -199,8 +200,15 @@ def lora(
         slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
         start += size_out
     x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
-    slots = [row % num_slots for row in range(num_rows)]
-    sgmv_kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    plan = plan_sgmv([row % num_slots for row in range(num_rows)], x.device)
+    sgmv_kernel.sgmv(y, x, slices, plan)
+    low = sgmv_kernel.shrink(x, slices, plan)
+    sgmv_kernel.expand(y, low)
+    if sizes_out == GATE_UP:
+        silu_low_kernel.silu_mul(y, low)
+
+
+GATE_UP = (14336, 14336)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -263,6 +271,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 f"distinct lora T={num_rows} r={rank}",
                 lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r, num_slots=n),
             )
+            yield (
+                f"distinct lora of gate and up T={num_rows} r={rank}",
+                lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r, num_slots=n),
+            )
+    for num_rows in (512, 2048):
+        for rank in (16, 64, 128):
+            yield f"lora of gate and up T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r)
     yield "sample", lambda: sample(64)
     yield from quantised_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)

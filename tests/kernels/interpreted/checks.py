@@ -19,8 +19,10 @@ from kernels.rms_norm import reference as rms_norm_reference
 from kernels.rope import reference as rope_reference
 from kernels.rope import rope_table
 from kernels.sgmv import LoraSlice, SgmvPlan, plan_sgmv
+from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import reference as silu_mul_reference
+from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.testing import (
     NAN,
     Heads,
@@ -103,6 +105,28 @@ def check_store_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtypes: tu
 def check_silu_mul(kernel: ModuleType, num_rows: int, size: int, dtype: torch.dtype) -> None:
     x = sliced(num_rows, 2 * size, dtype=dtype)
     assert_matches_reference(kernel.silu_mul(x), silu_mul_reference.silu_mul(x.double()))
+
+
+def check_silu_low(
+    kernel: ModuleType, slots: list[int], slices: list[LoraSlice], dtype: torch.dtype, room: int | None = None
+) -> None:
+    """Of gate and up, each as wide as a slice; rows that no adapter touches get the bits of silu_mul alone. With
+    ``room`` through a captured plan."""
+    size = slices[0].b.shape[2]
+    x = sliced(len(slots) + (room or 0), slices[0].a.shape[2], dtype=dtype)
+    gate_up = sliced(len(x), 2 * size, dtype=dtype, seed=9)
+    expected = gate_up.double()
+    for part, (row, slot) in itertools.product(slices, enumerate(slots)):
+        if slot >= 0 and part.lora_ranks[slot]:
+            delta = lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
+            expected[row, part.start : part.start + size] += delta
+    given, plan = slices, plan_sgmv(slots, x.device)
+    if room is not None:
+        given, plan = captured_sgmv(slots, slices, room)
+    out = kernel.silu_mul(gate_up, sgmv_kernel.shrink(x, given, plan))
+    assert_matches_reference(out, silu_mul_reference.silu_mul(expected))
+    idle = [row for row in range(len(x)) if row >= len(slots) or slots[row] < 0]
+    assert torch.equal(out[idle], silu_mul_kernel.silu_mul(gate_up)[idle])
 
 
 def check_qk_rope_kv(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: torch.dtype, *, norms: bool) -> None:
@@ -240,6 +264,7 @@ def small_tiles(monkeypatch) -> None:
         "split_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "group_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "captured_work": [{"programs": 4, "per_sequence": 1}],
+        "captured_group_work": [{"programs": 4, "per_sequence": 0}],
         "chunk_work": [{"block_m": 32, "max_chunk": 32}],
         "fixed_work": [{"block_m": 32, "max_chunk": 32}],
         "merge": [{"chunks": 2, "num_warps": 4, "pdl": 0}],

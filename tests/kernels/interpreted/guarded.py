@@ -72,6 +72,17 @@ def _sgmv() -> None:
     triton_kernel.sgmv(y, x, [part], plan_sgmv([1, -1, 0, 1, 1], x.device))
 
 
+def _silu_low() -> None:
+    from kernels.sgmv import LoraSlice, plan_sgmv, triton_kernel
+    from kernels.silu_mul import triton_low
+
+    x, gate_up = guarded(torch.randn(5, 97)), guarded(torch.randn(5, 82))
+    a, b = guarded(torch.randn(2, 8, 97)), guarded(torch.randn(2, 8, 41))
+    slices = [LoraSlice(a, b, (3, 8), start) for start in (0, 41)]
+    for slots in ([1, -1, 0, -1, -1], [0, 0, -1, 0, 0]):
+        triton_low.silu_mul(gate_up, triton_kernel.shrink(x, slices, plan_sgmv(slots, x.device)))
+
+
 def _paged_attention() -> None:
     from kernels.paged_attention import plan_attention, triton_kernel
 
@@ -92,5 +103,15 @@ def _past_an_end() -> None:
 
 CASES = {
     case.__name__.lstrip("_"): case
-    for case in (_rms_norm, _rope, _store_kv, _silu_mul, _qk_rope_kv, _sgmv, _paged_attention, _past_an_end)
+    for case in (
+        _rms_norm,
+        _rope,
+        _store_kv,
+        _silu_mul,
+        _qk_rope_kv,
+        _sgmv,
+        _silu_low,
+        _paged_attention,
+        _past_an_end,
+    )
 }

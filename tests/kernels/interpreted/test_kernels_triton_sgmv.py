@@ -113,13 +113,13 @@ FAULTS = {
         "m_low = m_rows[:, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, :]",
         "m_low = m_rows[:, None] & m_ranks[None, :]",
     ),
-    "a missing mask of the rank": (
-        "m_ranks = o_ranks < lora_rank\n    o_out",
-        "m_ranks = o_ranks < BLOCK_R\n    o_out",
+    "sums past the rank": (
+        "m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]",
+        "m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < BLOCK_R)[None, :]",
     ),
     "a missing mask of the rows": (
-        "m_own = m_rows[:, None] & m_out[None, :]",
-        "m_own = (o_rows < num_own + 1)[:, None] & m_out[None, :]",
+        "m_own = m_rows[:, None] & (o_out < size_out)[None, :]",
+        "m_own = (o_rows < num_own + 1)[:, None] & (o_out < size_out)[None, :]",
     ),
     "an unmasked load of x": (
         "p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0",
@@ -161,14 +161,14 @@ def test_a_planted_fault_is_caught(fault, is_vector, tmp_path):
 VECTOR_FAULTS = {
     "a tile of ranks left out": ("i_ranks = i_part // SPLIT * RANKS", "i_ranks = i_part // SPLIT * 0"),
     "a missing mask of the first ranks": (
-        "b_b = tl.load(p_tile, mask=(o_ranks < lora_rank)[:, None] & m_out[None, :], other=0.0)",
-        "b_b = tl.load(p_tile, mask=m_out[None, :], other=0.0)",
+        "m_tile = (o_ranks < lora_rank)[:, None] & (o_out < size_out)[None, :]",
+        "m_tile = (o_ranks < RANKS)[:, None] & (o_out < size_out)[None, :]",
     ),
     "a missing mask of the last ranks": (
         "(i_ranks + RANKS + o_ranks < lora_rank)[:, None]",
         "(o_ranks < RANKS)[:, None]",
     ),
-    "a split too many": ("(o_splits < SPLIT)[:, None] &", "(o_splits < SPLIT + 1)[:, None] &"),
+    "a split too many": ("m_low = o_splits < SPLIT", "m_low = o_splits < SPLIT + 1"),
     "swapped strides of the slots": ("(i_slot * num_ranks + o_ranks) * SIZE_IN", "(i_slot + o_ranks) * SIZE_IN"),
 }
 
@@ -200,6 +200,17 @@ def test_a_fault_of_the_vector_form_is_caught(fault, tmp_path, monkeypatch):
 def test_a_captured_plan_serves_any_mix_of_adapters(slots, room, dtype):
     slices = lora_slices([MIXED, MIXED[::-1]], 160, [96, 16], dtype, used=set(slots))
     check_sgmv(sgmv_kernel, slots, slices, dtype, room=room)
+
+
+@FORMS
+def test_shrink_and_expand_apart_give_the_bits_of_both_in_line(is_vector):
+    slots = [0, 3, -1, 1, 1, 4, 0, 2]
+    slices = lora_slices([MIXED, MIXED[::-1]], 160, [96, 16], BF16, used=set(slots))
+    x, plan = draw(8, 160, dtype=BF16), plan_sgmv(slots, torch.device("cpu"))
+    in_line, apart = (draw(8, 112, dtype=BF16, seed=1) for _ in range(2))
+    sgmv_kernel.sgmv(in_line, x, slices, plan)
+    sgmv_kernel.expand(apart, sgmv_kernel.shrink(x, slices, plan))
+    assert torch.equal(apart, in_line)
 
 
 def test_a_stale_rank_of_a_slot_is_caught(tmp_path):
