@@ -14,7 +14,6 @@ from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear.reference import BLOCK
 from kernels.tiles import power_of_2, tiles
 
-
 # two numbers of int8, each behind 0x43: as bf16 128 plus the lower seven bits, minus 128 plus the eighth bit's 128
 PAIR_TO_BF16 = tl.constexpr("""{
     .reg .b32 pair, low;
@@ -53,14 +52,15 @@ def _wide(
         b_even, b_odd = tl.inline_asm_elementwise(
             PAIR_TO_BF16, "=h,=h,h", [b_pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
-        return tl.join(b_even, b_odd).reshape(BLOCK_N, BLOCK_K)
+        b_wide = tl.join(b_even, b_odd).reshape(BLOCK_N, BLOCK_K)
     else:
         o_in = first + tl.arange(0, BLOCK_K)
         m_in = o_in < SIZE_IN if SIZE_IN % PART else tl.full((BLOCK_K,), True, tl.int1)
         b_weight = tl.load(
             p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
         )
-        return b_weight.to(tl.float32).to(dtype)  # fp8 straight to bf16 takes longer (measured)
+        b_wide = b_weight.to(tl.float32).to(dtype)  # fp8 straight to bf16 takes longer (measured)
+    return b_wide
 
 
 @triton.jit
@@ -93,7 +93,6 @@ def _multiply(
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
     IN_PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """PART: columns of the weight of one program, whole blocks; no part begins past the last column. SCALED: rows and
     columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
@@ -112,15 +111,13 @@ def _multiply(
         b_x = tl.load(
             p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0
         )
-        b_wide = _wide(
-            p_weight, o_out, m_out, first, SIZE_IN, PART, BLOCK_N, BLOCK_K, IN_PAIRS, p_x.dtype.element_ty
-        )
+        b_wide = _wide(p_weight, o_out, m_out, first, SIZE_IN, PART, BLOCK_N, BLOCK_K, IN_PAIRS, p_x.dtype.element_ty)
         if SCALED:
             p_scale = p_scales + o_out // SCALED * ((SIZE_IN + SCALED - 1) // SCALED) + first // SCALED
             b_scale = tl.load(p_scale, mask=m_out & (first < SIZE_IN), other=0.0)
-            b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision=PRECISION) * b_scale[:, None]
+            b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision="ieee") * b_scale[:, None]
         else:
-            b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision=PRECISION)
+            b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision="ieee")
     if not IS_SPLIT:
         b_sum = _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED, HAS_BIAS)
     p_own = p_out + ((i_part * num_rows + i_rows) * SIZE_OUT)[None, :] + o_out[:, None]
@@ -164,7 +161,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
         return out
     row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out, blocked=weight.is_blocked)
     block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
-    part = -(-size_in // (row["parts"] * block_k)) * block_k
+    part = _part(row, num_rows, (size_out, size_in), block_k)
     num_parts = -(-size_in // part)
     if num_parts == 1:
         _launch(x, weight, row, (part, block_k), out)
@@ -189,6 +186,14 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
         **pdl,
     )
     return out
+
+
+def _part(row: dict[str, int], num_rows: int, sizes: tuple[int, int], block_k: int) -> int:
+    """Columns of a part: as many parts as make the programs that the row asks for, of four blocks and more."""
+    size_out, size_in = sizes
+    num_tiles = triton.cdiv(num_rows, row["block_m"]) * triton.cdiv(size_out, row["block_n"])
+    parts = max(1, min(row["programs"] // num_tiles, size_in // (4 * block_k)))
+    return triton.cdiv(size_in, parts * block_k) * block_k
 
 
 def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tuple[int, int], out: Tensor) -> None:
@@ -218,7 +223,6 @@ def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tupl
         IS_SPLIT=num_parts > 1,
         PDL=num_parts > 1 and bool(row["pdl"]),
         IN_PAIRS=in_pairs,
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
     )
