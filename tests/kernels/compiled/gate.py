@@ -47,6 +47,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
@@ -204,7 +205,6 @@ def lora(
         start += size_out
     x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
     plan = plan_sgmv([row % num_slots for row in range(num_rows)], x.device)
-    sgmv_kernel.sgmv(y, x, slices, plan)
     low = sgmv_kernel.shrink(x, slices, plan)
     sgmv_kernel.expand(y, low)
     if sizes_out == GATE_UP:
@@ -300,7 +300,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def quantised_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
-        for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
+        for sizes, is_blocked in (
+            ((6144, 4096), False),
+            ((4096, 14336), False),
+            ((28672, 4096), False),
+            ((4096, 14336), True),
+            ((28672, 4096), True),
+        ):
             weight = quantised_weight(kind, sizes, is_blocked=is_blocked)
             label = f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''}"
             for num_rows in (1, 16, 32, 64, 128, 256):
