@@ -10,12 +10,13 @@ from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
 from engine.gpu.decode_graphs import DecodeGraphs, resolve
 from engine.gpu.piece_graphs import PieceGraphs
-from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.gpu.sampler import DeviceSampler, Scores, score, to_host
 from engine.gpu.shapes import shapes_of
 from engine.metering.cost import Floats
 from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
+from kernels.sampling import highest
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class CudaRunner(Runner):
             hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
         (rows,) = on_device(self._drawn.device, flat.logits_rows)
         logits = self._logits(hidden.index_select(0, rows))
-        self._drawn[: len(logits)].copy_(greedy(logits))
+        highest(logits, self._drawn[: len(logits)])
         scores = {
             index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
             for index, chunk in enumerate(plan.chunks)

@@ -23,14 +23,14 @@ from kernels.quantised_linear.reference import dequantised
 from kernels.rms_norm import rms_norm
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import rope, rope_table
-from kernels.sampling import SamplingRows, sample
+from kernels.sampling import SamplingRows, highest, sample
 from kernels.sampling import reference as sampling_reference
 from kernels.sgmv import LoraSlice, plan_sgmv, sgmv
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import silu_mul
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.store_kv import store_kv
-from ops.bench.gpu.checks import DEVICE, LIMITS, SHAPES, Batch, random, require, sliced
+from ops.bench.gpu.checks import DEVICE, LIMITS, NAN, SHAPES, Batch, random, require, sliced
 
 
 def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -283,6 +283,16 @@ def sampling_as_by_sorting() -> None:
         assert torch.equal(sample(logits[order], moved), found[order]), "a draw depends on its batch"
 
 
+def the_highest_of_a_row() -> None:
+    """As torch finds it, among many equal ones; NaN and -inf among them, rows of any size."""
+    for dtype in LIMITS:
+        for size in (5, 1000, 128_256, 151_936):
+            logits = (torch.randn(300, size, device=DEVICE) * 2).round().to(dtype)
+            logits[:, ::7], logits[:100, ::3], logits[0] = NAN, float("-inf"), float("-inf")
+            wanted = logits.nan_to_num(nan=float("-inf"), neginf=float("-inf")).argmax(-1)
+            assert torch.equal(highest(logits), wanted), f"{size} {dtype}"
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "silu_mul": silu_mul_against_float64,
     "qk_rope_kv": qk_rope_kv_is_its_parts,
@@ -291,5 +301,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "groups": groups_equal_no_groups,
     "tiny": a_tiny_step,
     "sampling": sampling_as_by_sorting,
+    "highest": the_highest_of_a_row,
     "captured lora": captured_lora_follows_its_memory,
 }

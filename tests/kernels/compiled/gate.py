@@ -278,6 +278,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         for rank in (16, 64, 128):
             yield f"lora of gate and up T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r)
     yield "sample", lambda: sample(64)
+    tokens = torch.zeros(64, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.zeros(64, 128_256, dtype=dtype)
+        yield f"highest {dtype}", lambda logits=logits: sampling_kernel.highest(logits, tokens)
     yield from quantised_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
 
