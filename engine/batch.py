@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.models.config import AttentionConfig
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
-from kernels.paged_attention import AttentionPlan, plan_attention
+from kernels.paged_attention import AttentionPlan, PrefixGroup, plan_attention
 from kernels.sgmv import SgmvPlan, plan_sgmv
 from kernels.upload import ALIGNED, upload
 
@@ -40,7 +40,8 @@ class Batch:
 @dataclass(frozen=True)
 class Flat:
     """The numbers of a Batch on the host: token_ids, positions, slot_mapping and slots [T], starts [N + 1],
-    context_lens [N], tables [N, most blocks]; logits_rows as in Batch."""
+    context_lens [N], tables [N, most blocks]; logits_rows as in Batch. ``groups``: decodes that read their beginning
+    together."""
 
     token_ids: Numbers
     positions: Numbers
@@ -50,6 +51,7 @@ class Flat:
     context_lens: Numbers
     tables: Numbers
     logits_rows: Numbers
+    groups: tuple[PrefixGroup, ...] = ()
 
     def attention(
         self, tables: Tensor, block_size: int, attention: AttentionConfig, *, is_fixed: bool = False
@@ -63,11 +65,12 @@ class Flat:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             sliding_window=attention.sliding_window,
+            groups=self.groups,
         )
         return replace(plan, is_fixed=is_fixed)
 
 
-def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
+def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None, groups: tuple[PrefixGroup, ...] = ()) -> Flat:
     """Every block that the chunks' tokens need must stand in their sequences' block tables."""
     chunks = plan.chunks
     starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
@@ -87,6 +90,7 @@ def flatten(plan: StepPlan, block_size: int, ahead: Rows | None = None) -> Flat:
         logits_rows=np.array(
             [stop - 1 for chunk, stop in zip(chunks, starts[1:], strict=True) if chunk.samples], np.int64
         ),
+        groups=groups,
     )
 
 

@@ -147,12 +147,10 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
 def _default_kv_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_KV_BYTES
-    from engine.gpu.shapes import shapes_of
+    from engine.gpu.decode_graphs import graph_bytes
 
     torch.cuda.empty_cache()  # what the weights were made from
-    shapes = shapes_of(config)
-    num_graphs = len(shapes.decodes) * len(shapes.ranks)
-    found = account(model, config, dtype, device, num_graphs)
+    found = account(model, config, dtype, device, graph_bytes(model, config, device))
     logger.info("device memory: %s", found)
     torch.cuda.set_per_process_memory_fraction(found.total / torch.cuda.mem_get_info(device)[1], device)
     return found.kv

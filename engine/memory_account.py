@@ -11,7 +11,6 @@ from kernels.quantised_linear import WIDE_BYTES
 from kernels.sgmv import RANK_MULTIPLE
 
 USED_SHARE = 0.92  # of the device; the rest is for the driver, libraries and what others take
-GRAPH_BYTES = 6 << 20  # of one captured step, in the driver
 LIBRARY_BYTES = 512 << 20  # workspaces of cuBLAS, compiled kernels
 
 
@@ -53,13 +52,13 @@ def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> 
 
 
 def account(
-    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device, num_graphs: int
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device, graph_bytes: int
 ) -> MemoryAccount:
     """For a device on which the weights are, and nothing else of ours. ``config.num_blocks`` does not matter."""
     free_bytes, device_bytes = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_reserved(device)
     of_others = device_bytes - free_bytes - weights
     adapters, step = adapter_bytes(model, config, dtype), step_bytes(model, config, dtype)
-    graphs = num_graphs * GRAPH_BYTES + LIBRARY_BYTES
+    graphs = graph_bytes + LIBRARY_BYTES
     kv = int(device_bytes * USED_SHARE) - of_others - weights - adapters - step - graphs
     return MemoryAccount(weights, adapters, step, graphs, kv)

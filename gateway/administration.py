@@ -33,13 +33,14 @@ class Rotation(msgspec.Struct, forbid_unknown_fields=True):
     overlap_seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_OVERLAP_S)] = DEFAULT_OVERLAP_S
 
 
-def needs(scope: str) -> Callable[[ASGIConnection, BaseRouteHandler], None]:
+def needs(scope: str) -> Callable[[ASGIConnection, BaseRouteHandler], Awaitable[None]]:
     """A guard: 401 without an operator's key, 429 after many of those, 403 without the scope (``admin`` has all)."""
 
-    def guard(connection: ASGIConnection, handler: BaseRouteHandler) -> None:
-        state = connection.app.state
+    async def guard(connection: ASGIConnection, handler: BaseRouteHandler) -> None:
+        state, directory = connection.app.state, connection.app.state.ops.directory
         header = connection.headers.get("authorization", "")
-        operator = holder_of(header, state.ops.directory.authenticate_operator, state.failures, connection.scope)
+        find = directory.authenticate_operator
+        operator = await holder_of(header, directory, find, state.failures, connection.scope)
         if not operator.scopes & {scope, "admin"}:
             raise ApiError(f"This operator key lacks the scope `{scope}`.", code="insufficient_scope")
         connection.scope["state"]["actor"] = Actor(operator.key_id, operator.name)

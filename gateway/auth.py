@@ -15,24 +15,33 @@ _MAX_KEY_CHARS = 128
 _Holder = TypeVar("_Holder")
 
 
-def authenticate(directory: Directory, failures: FailedAttempts, call: Call) -> Principal:
+async def authenticate(directory: Directory, failures: FailedAttempts, call: Call) -> Principal:
     """Raises ApiError 401, the same for every reason, 429 for an address with too many of those, 403 for a key
     without the route's scope. No query: the directory is in memory."""
     header = call.header(b"authorization") or ""
-    principal = call.principal = holder_of(header, directory.authenticate, failures, call.scope)
+    principal = call.principal = await holder_of(header, directory, directory.authenticate, failures, call.scope)
     scope = access_of(call.scope).scope
     if scope is not None and scope not in principal.scopes:
         raise ApiError(f"This key lacks the scope `{scope}`.", code="insufficient_scope")
     return principal
 
 
-def holder_of(
-    authorization: str, find: Callable[[str], _Holder | None], failures: FailedAttempts, scope: Scope
+async def holder_of(
+    authorization: str,
+    directory: Directory,
+    find: Callable[[str], _Holder | None],
+    failures: FailedAttempts,
+    scope: Scope,
 ) -> _Holder:
-    """Whom ``find`` knows by the bearer key of an Authorization header. Raises ApiError 401 and 429."""
+    """Whom ``find``, of the directory, knows by the bearer key of an Authorization header. A key that it never heard of
+    may have been made a moment ago, so that it is looked for once more. Raises ApiError 401 and 429."""
     scheme, _, key = authorization.partition(" ")
     text = key.strip() if scheme.lower() == "bearer" else ""
-    holder = find(text if len(text) <= _MAX_KEY_CHARS else "")
+    text = text if len(text) <= _MAX_KEY_CHARS else ""
+    holder = find(text)
+    if holder is None and directory.may_be_new(text):
+        await directory.next_look()
+        holder = find(text)
     if holder is not None:
         return holder
     wait_s = failures.record(peer_of(scope)) if authorization else None  # nobody guesses with no key at all

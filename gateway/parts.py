@@ -39,7 +39,7 @@ def parts_of(request: Request) -> Parts:
     return request.app.state.parts
 
 
-def authenticated(connection: ASGIConnection, _: BaseRouteHandler) -> None:
+async def authenticated(connection: ASGIConnection, _: BaseRouteHandler) -> None:
     """The app's guard: before any handler that needs a key, but for those whose request path does it itself.
 
     Raises ApiError 401, 403, 429.
@@ -47,7 +47,7 @@ def authenticated(connection: ASGIConnection, _: BaseRouteHandler) -> None:
     access = access_of(connection.scope)
     if access.needs_key and not access.metered:
         pipeline = connection.app.state.parts.pipeline
-        principal = authenticate(pipeline.directory, pipeline.failures, call_of(connection.scope))
+        principal = await authenticate(pipeline.directory, pipeline.failures, call_of(connection.scope))
         connection.scope["state"]["principal"] = principal
 
 

@@ -41,7 +41,7 @@ class Pipeline:
         call = call_of(scope).over(receive, send)
         work = flight = error = None
         try:
-            principal = authenticate(self.directory, self.failures, call)
+            principal = await authenticate(self.directory, self.failures, call)
             work = await self.reader.read(kind, await call.body(MAX_BODY_BYTES), principal)
             async with (
                 call.watched(),

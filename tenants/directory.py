@@ -28,6 +28,7 @@ from tenants.tables import ApiKey, OperatorKey, Tenant
 
 EPOCH_KEY = "tn:epoch"
 _POLL_S = 0.25
+_LOOK_S = 2.0  # longer than two polls and a read of what changed
 _STORE_DEADLINE_S = 0.25
 _REFRESH_ANYWAY_S = 30.0  # bounds what a lost epoch could hide
 _REFRESH_BLIND_S = 0.5  # while the store can't tell of changes: a revocation takes a second then, too
@@ -117,8 +118,9 @@ class Directory:
     """A snapshot of keys, tenants and rate cards that follows the database through the store's epoch.
 
     ``authenticate`` never waits. The epoch is polled every 250 ms; while the store is down ``stale`` is set and the
-    database is asked instead. ``on_revoked`` is called with the ids of keys that have just ceased to be valid by
-    revocation, suspension or deletion (not by expiry: what an expiring key began may end).
+    database is asked instead. Who has a key that ``may_be_new`` waits for the ``next_look`` before refusing it.
+    ``on_revoked`` is called with the ids of keys that have just ceased to be valid by revocation, suspension or
+    deletion (not by expiry: what an expiring key began may end).
     """
 
     def __init__(self, database: Database, redis: Redis, secrets: Secrets) -> None:
@@ -134,6 +136,7 @@ class Directory:
         self._epoch: bytes | str | None = None
         self._refreshed_s = 0.0
         self._follower: asyncio.Task[None] | None = None
+        self._next_look = asyncio.Event()  # set when the look that begins next is over
         self.stale = False
         self.on_revoked: Callable[[frozenset[str]], None] = lambda _: None
 
@@ -171,6 +174,17 @@ class Directory:
         """As ``authenticate``, for the ops port's keys."""
         holder = self._check(text, self._ops)
         return holder if isinstance(holder, Operator) else None
+
+    def may_be_new(self, text: str) -> bool:
+        """Well-formed, with a key id that we never heard of: perhaps made since we last looked."""
+        key_id = keys.parse(text)
+        return key_id is not None and key_id not in self._live and key_id not in self._ops
+
+    async def next_look(self) -> None:
+        """Until a look for changes is over that began after this call: all that was announced before it is known
+        then. Returns after _LOOK_S in any case."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._next_look.wait(), _LOOK_S)
 
     @property
     def rate_cards(self) -> Mapping[str, RateCard]:
@@ -226,12 +240,15 @@ class Directory:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
+            this_look, self._next_look = self._next_look, asyncio.Event()
             try:
                 await self._follow_once()
             except Exception as error:  # whatever it is: a follower that ends would leave revoked keys valid
                 if not self.stale:
                     _log.warning("directory is stale: it can't be read (%s)", type(error).__name__)
                 self.stale = True
+            finally:
+                this_look.set()
 
     async def _follow_once(self, force: bool = False) -> None:
         """Epoch first, database second: a change in between is seen at the next poll."""

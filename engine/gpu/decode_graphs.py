@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one for each size of a batch, without adapters and with them.
+"""Decode steps as CUDA graphs: one for each size of a batch, without adapters and with them, alone and in groups.
 
 All that differs between two steps of one size stands in memory that the graph reads: token ids (or the row of the
 step ahead that draws one), positions, places in the cache, block tables, attention's pieces, rows by adapter slot.
@@ -8,7 +8,7 @@ A step fills one pinned array and copies it; what a smaller batch leaves over co
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +17,31 @@ from torch import Tensor
 
 from engine.batch import Batch, Rows
 from engine.config import EngineConfig
-from engine.gpu.shapes import graph_sizes, rank_bounds
+from engine.gpu.shapes import shapes_of
+from engine.gpu.shared_prefixes import LEAST_DECODES, may_share
 from engine.models.attention import KVCache
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
-from kernels.paged_attention import DecodeShape, captured_plan, fill_plan, plan_numbers
+from kernels.paged_attention import DecodeShape, PrefixGroup, captured_plan, fill_plan, plan_numbers
 from kernels.sampling import highest
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.timing import timed
 from kernels.upload import spans, upload
 
+GRAPH_BYTES = 6 << 20  # of one captured step, in the driver
 _BUFFERS = 3  # pinned arrays in turn: a step's is read by the device while the next one's is filled
+
+
+class Kind(NamedTuple):
+    """Of steps that one graph holds: at most so many decodes, of adapters up to a rank, with groups that read their
+    beginning together or without."""
+
+    size: int
+    rank: int
+    has_groups: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +57,25 @@ class DecodeGraphs:
         self, model: Decoder, kv: KVCache, slots: LoraSlots, drawn: Tensor, config: EngineConfig, pool: Any
     ) -> None:
         self._model, self._kv, self._slots, self.drawn = model, kv, slots, drawn
-        self.sizes = graph_sizes(config.max_sequences)
-        self.ranks = rank_bounds(config)
+        self.sizes = shapes_of(config).decodes
+        self._kinds = graph_kinds(model.config, config)
         self._device = model.embedding.device
-        self._blocks = -(-config.context_tokens // kv.block_size)
-        self._tables = BlockTables(self.sizes[-1], self._blocks, self._device)
-        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._tables = BlockTables(self.sizes[-1], -(-config.context_tokens // config.block_size), self._device)
+        self._graphs: dict[Kind, Captured] = {}
         self._pool = pool
-        self._layouts = {size: self._layout(size) for size in self.sizes}
+        self._ranks: dict[tuple[int, bool], list[int]] = {}
+        for kind in self._kinds:
+            self._ranks.setdefault((kind.size, kind.has_groups), []).append(kind.rank)
+        self._layouts = {
+            (size, has_groups): Layout(decode_shape(model.config, config, self._device, size, has_groups=has_groups))
+            for size, has_groups in self._ranks
+        }
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
     def warm(self) -> None:
         """Captures everything, the largest first, which share their memory with the smaller ones."""
-        for size in reversed(self.sizes):
-            for rank in (0, *self.ranks):
-                self._graphs[size, rank] = self._capture(size, rank)
+        for kind in sorted(self._kinds, reverse=True):
+            self._graphs[kind] = self._capture(kind)
 
     def fits(self, plan: StepPlan) -> bool:
         """All of its chunks are decodes that draw, and a size holds them."""
@@ -67,16 +83,16 @@ class DecodeGraphs:
             chunk.num_tokens == 1 and chunk.samples and not chunk.scores for chunk in plan.chunks
         )
 
-    def replay(self, plan: StepPlan, ahead: Rows) -> Tensor:
+    def replay(self, plan: StepPlan, ahead: Rows, groups: Many[PrefixGroup] = ()) -> Tensor:
         """Launches the step → logits [chunks, V], good until the next replay; the highest ones' ids are in ``drawn``,
         row i for chunk i."""
-        size = self.size(len(plan.chunks))
-        rank = self._rank(plan)
+        kind = self._kind(plan, has_groups=bool(groups))
         self._tables.update(plan.chunks)
-        layout = self._layouts[size]
-        layout.fill(self._numbers.begin(layout.places), plan.chunks, ahead, self._slots.num_slots, with_lora=rank > 0)
+        layout = self._layouts[kind.size, kind.has_groups]
+        step = Step(plan.chunks, ahead, groups)
+        layout.fill(self._numbers.begin(layout.places), step, self._slots.num_slots, with_lora=kind.rank > 0)
         self._numbers.send()
-        captured = self._graphs[size, rank]
+        captured = self._graphs[kind]
         replay(captured.graph)
         return captured.logits[: len(plan.chunks)]
 
@@ -84,33 +100,20 @@ class DecodeGraphs:
         """The smallest that holds so many."""
         return next(size for size in self.sizes if size >= num_sequences)
 
-    def _rank(self, plan: StepPlan) -> int:
+    def _kind(self, plan: StepPlan, *, has_groups: bool) -> Kind:
+        """The one of the lowest rank that serves all adapters."""
         slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
         most = max(self._slots.lora_rank(slot) if slot >= 0 else 0 for slot in slots)
-        return next(rank for rank in (0, *self.ranks) if rank >= most)
+        size = self.size(len(plan.chunks))
+        return Kind(size, next(rank for rank in self._ranks[size, has_groups] if rank >= most), has_groups)
 
-    def _layout(self, size: int) -> "Layout":
-        attention = self._model.config.attention
-        shape = DecodeShape(
-            size,
-            self._blocks * self._kv.block_size,
-            self._kv.block_size,
-            attention.num_heads,
-            attention.num_kv_heads,
-            self._device,
-            sliding_window=attention.sliding_window,
-        )
-        return Layout(shape)
-
-    def _capture(self, size: int, rank: int) -> Captured:
-        layout = self._layouts[size]
-        layout.fill(self._numbers.begin(layout.places), (), {}, self._slots.num_slots, with_lora=True)
+    def _capture(self, kind: Kind) -> Captured:
+        layout = self._layouts[kind.size, kind.has_groups]
+        layout.fill(self._numbers.begin(layout.places), Step((), {}), self._slots.num_slots, with_lora=True)
         self._numbers.send()
-        compute = partial(
-            self._compute,
-            layout.batch(self._numbers.memory, self._tables.tables[:size], self._slots.num_slots, rank),
-            rank,
-        )
+        tables = self._tables.tables[: kind.size]
+        batch = layout.batch(self._numbers.memory, tables, self._slots.num_slots, kind.rank)
+        compute = partial(self._compute, batch, kind.rank)
         compute()  # kernels are compiled, and tables of tiles and of addresses made
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -132,11 +135,58 @@ def replay(graph: torch.cuda.CUDAGraph) -> None:
     graph.replay()
 
 
+def graph_kinds(model: ModelConfig, config: EngineConfig) -> tuple[Kind, ...]:
+    """All that are captured, of each size those of lower ranks first. Steps with groups take adapters of any rank in
+    one graph."""
+    shapes = shapes_of(config)
+    larger = [size for size in shapes.decodes if size >= LEAST_DECODES] if may_share(model, config) else []
+    return (
+        *(Kind(size, rank, has_groups=False) for size in shapes.decodes for rank in shapes.ranks),
+        *(Kind(size, rank, has_groups=True) for size in larger for rank in sorted({0, shapes.ranks[-1]})),
+    )
+
+
+def graph_bytes(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
+    """What the graphs take in the driver, and attention's partial results in the largest, whose memory all share."""
+    kinds, attention = graph_kinds(model, config), model.attention
+    if not kinds:
+        return 0
+    largest = max((kind.size, kind.has_groups) for kind in kinds)
+    shape = decode_shape(model, config, device, largest[0], has_groups=largest[1])
+    partials = shape.most_partials * attention.num_kv_heads * (attention.head_dim + 2) * torch.float32.itemsize
+    return len(kinds) * GRAPH_BYTES + partials
+
+
+def decode_shape(
+    model: ModelConfig, config: EngineConfig, device: torch.device, size: int, *, has_groups: bool
+) -> DecodeShape:
+    attention = model.attention
+    return DecodeShape(
+        size,
+        -(-config.context_tokens // config.block_size) * config.block_size,
+        config.block_size,
+        attention.num_heads,
+        attention.num_kv_heads,
+        device,
+        sliding_window=attention.sliding_window,
+        has_groups=has_groups,
+    )
+
+
 def resolve(batch: Batch, drawn: Tensor) -> Batch:
     """The batch with ids for all tokens: those of the step ahead are ``drawn`` by now."""
     ids = batch.token_ids
     known = torch.where(ids < 0, drawn.index_select(0, (~ids).clamp(min=0)).to(ids.dtype), ids)
     return Batch(known, batch.positions, batch.slot_mapping, batch.attention, batch.lora, batch.logits_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Decodes, the rows of those whose token the step ahead draws, and who of them read their beginning together."""
+
+    chunks: Many[Chunk]
+    ahead: Rows
+    groups: Many[PrefixGroup] = ()
 
 
 class Layout:
@@ -148,20 +198,19 @@ class Layout:
         self.places = spans([size, size, size, plan_numbers(shape), segment_numbers(size)])
         self.length = self.places[-1].stop
 
-    def fill(
-        self, out: Many[NDArray[np.int32]], chunks: Many[Chunk], ahead: Rows, empty_slot: int, *, with_lora: bool
-    ) -> None:
-        """These decodes into ``out``, the arrays of ``places``; rows past them are at position 0, nowhere in the cache,
-        without a context."""
+    def fill(self, out: Many[NDArray[np.int32]], step: Step, empty_slot: int, *, with_lora: bool) -> None:
+        """The step into ``out``, the arrays of ``places``; rows past its decodes are at position 0, nowhere in the
+        cache, without a context."""
         tokens, positions, mapping, attention, segments = out
-        num, block_size = len(chunks), self.shape.block_size
-        tokens[:num] = [_token(chunk, ahead) for chunk in chunks]
+        chunks, block_size = step.chunks, self.shape.block_size
+        num = len(chunks)
+        tokens[:num] = [_token(chunk, step.ahead) for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         positions[:num] = starts
         blocks = [chunk.sequence.block_table[chunk.start // block_size] for chunk in chunks]
         mapping[:num] = np.array(blocks, dtype=np.int32) * block_size + positions[:num] % block_size
         tokens[num:], positions[num:], mapping[num:] = 0, 0, -1
-        fill_plan(attention, [start + 1 for start in starts], self.shape)
+        fill_plan(attention, [start + 1 for start in starts], self.shape, step.groups)
         if with_lora:
             fill_segments(segments, [chunk.sequence.adapter_slot for chunk in chunks], len(tokens), empty_slot)
 

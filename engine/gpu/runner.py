@@ -12,10 +12,12 @@ from engine.gpu.decode_graphs import DecodeGraphs, resolve
 from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.sampler import DeviceSampler, Scores, score, to_host
 from engine.gpu.shapes import shapes_of
+from engine.gpu.shared_prefixes import SharedPrefixes
 from engine.metering.cost import Floats
 from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
+from kernels.paged_attention import PrefixGroup
 from kernels.sampling import highest
 
 
@@ -65,9 +67,10 @@ class CudaRunner(Runner):
         most = max((config.max_sequences, *shapes.decodes))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
+        self._prefixes = SharedPrefixes(model.config, config, self._token_bytes // model.config.num_layers)
         self._decodes: DecodeGraphs | None = None
         self._prompts: PieceGraphs | None = None
-        if has_graphs and model.config.moe is None:
+        if has_graphs and not self._without_kernel:
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
             self._decodes = DecodeGraphs(*shared) if shapes.decodes else None
             self._prompts = PieceGraphs(*shared)
@@ -93,11 +96,14 @@ class CudaRunner(Runner):
         rows = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         self._counters.num_bytes += self._least_bytes(plan)
         scores: dict[int, list[Scores]] = {}
+        groups = self._prefixes.groups(plan)
+        self._counters.num_bytes -= sum(group.num_spared for group in groups) * self._token_bytes
+        self._counters.num_grouped += sum(len(group.members) for group in groups)
         if self._decodes is not None and self._decodes.fits(plan):
-            logits = self._decodes.replay(plan, self._ahead)
+            logits = self._decodes.replay(plan, self._ahead, groups)
             self._counters.shapes[f"decode {self._decodes.size(len(rows))}"] += 1
         else:
-            logits, scores = self._launch_prompts(plan)
+            logits, scores = self._launch_prompts(plan, groups)
         if self._device_sampler.changes(rows):
             self._drawn[: len(rows)].copy_(self._device_sampler.sample(logits, rows))
         self._ahead = {sequence.seq_id: row for row, sequence in enumerate(rows)}
@@ -108,9 +114,11 @@ class CudaRunner(Runner):
         step.done.record()
         return step
 
-    def _launch_prompts(self, plan: StepPlan) -> tuple[Tensor, dict[int, list[Scores]]]:
+    def _launch_prompts(
+        self, plan: StepPlan, groups: tuple[PrefixGroup, ...]
+    ) -> tuple[Tensor, dict[int, list[Scores]]]:
         """→ logits of the chunks that sample, whose highest ids are in ``drawn`` then, and the prompts' scores."""
-        flat = flatten(plan, self._block_size, self._ahead)
+        flat = flatten(plan, self._block_size, self._ahead, groups)
         starts = flat.starts.tolist()
         if self._prompts is not None and self._prompts.fits(plan.num_tokens):
             hidden = self._prompts.replay(flat)

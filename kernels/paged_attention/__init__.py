@@ -4,20 +4,23 @@ from torch import Tensor
 
 from kernels.paged_attention import reference
 from kernels.paged_attention.captured import DecodeShape, captured_plan, fill_plan, plan_numbers
-from kernels.paged_attention.groups import prefix_groups
+from kernels.paged_attention.groups import MIN_MEMBERS, MIN_TOKENS, may_group, pays
 from kernels.paged_attention.plan import AttentionPlan, PrefixGroup, plan_attention
 from kernels.timing import timed
 
 __all__ = [
+    "MIN_MEMBERS",
+    "MIN_TOKENS",
     "AttentionPlan",
     "DecodeShape",
     "PrefixGroup",
     "captured_plan",
     "fill_plan",
+    "may_group",
     "paged_attention",
+    "pays",
     "plan_attention",
     "plan_numbers",
-    "prefix_groups",
 ]
 
 

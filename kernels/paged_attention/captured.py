@@ -17,6 +17,7 @@ from kernels.paged_attention.plan import AttentionPlan, PrefixGroup
 from kernels.paged_attention.work import (
     COLUMNS,
     GROUP_ROWS,
+    NO_CUT,
     AttentionWork,
     Cut,
     Launch,
@@ -27,6 +28,7 @@ from kernels.paged_attention.work import (
     group_columns,
     group_pieces,
     merges_of,
+    rows_of_pieces,
     split_block_m,
 )
 from kernels.tiles import tiles
@@ -57,20 +59,27 @@ class DecodeShape:
     def work_row(self, kernel: str) -> dict[str, int]:
         return tiles(kernel, self.device, sequences=self.num_sequences)
 
-    def most_items(self, kernel: str, num_pieces: int) -> int:
-        """Items of so many pieces, however long: see ``chunk_tokens``; two chunks of a piece may be cut short."""
+    def most_chunks(self, kernel: str) -> int:
+        """Of a piece, however long: see ``chunk_tokens``; two of them may be cut short."""
         row = self.work_row(kernel)
         by_target = row.get("target_items", 0) // (self.num_sequences * self.num_kv_heads)
-        return num_pieces * (max(-(-self.max_tokens // row["max_chunk"]), by_target) + 2)
+        found = max(-(-self.max_tokens // row["max_chunk"]), by_target) + 2
+        return min(found, row.get("most_chunks", found))
+
+    @property
+    def most_partials(self) -> int:
+        """Rows of partial results: of each sequence's own keys, and of what it shares."""
+        chunks = self.most_chunks("split_work") + (self.most_chunks("group_work") if self.has_groups else 0)
+        return self.num_sequences * self.rows * chunks
 
     def places(self) -> list[slice]:
         """Of starts, contexts, members, counts, merges, items and the groups' items."""
         count = self.num_sequences
-        items = self.most_items("split_work", count) * COLUMNS
+        items = count * self.most_chunks("split_work") * COLUMNS
         group_items = 0
         if self.has_groups:
             pieces = count // (GROUP_ROWS // self.rows) + count // 2 + 1
-            group_items = self.most_items("group_work", pieces) * COLUMNS
+            group_items = pieces * self.most_chunks("group_work") * COLUMNS
         return spans([count + 1, count, count, 2, count * COLUMNS, items, group_items])
 
 
@@ -101,7 +110,7 @@ def fill_plan(
     tokens = np.array([group.num_tokens for group in groups], dtype=np.int64)
     shared[chosen] = tokens.repeat(sizes)
     pieces = group_pieces(sizes, tokens, shape.rows)
-    of_groups = _cut(pieces, shape, "group_work", np.full_like(pieces.sequence, GROUP_ROWS), 0)
+    of_groups = _cut(pieces, shape, "group_work", rows_of_pieces(pieces), 0) if groups else NO_CUT
     own_pieces = _own_pieces(lengths, shared, shape)
     own = _cut(
         own_pieces, shape, "split_work", own_pieces.num_rows, of_groups.num_partials, shared[own_pieces.sequence]
@@ -141,13 +150,10 @@ def captured_plan(memory: Tensor, block_tables: Tensor, shape: DecodeShape) -> A
     assert len(block_tables) == count, (block_tables.shape, shape)
     starts, contexts, members, counts, merges, items, group_items = (memory[place] for place in shape.places())
     launches = [_launch(block_m, items, counts[:1], shape)]
-    most_partials = len(launches[0].items) * shape.rows
     if shape.has_groups:
         launches.insert(0, _launch(GROUP_ROWS, group_items, counts[1:], shape, is_group=True))
-        most_partials += len(launches[0].items) * GROUP_ROWS
-    work = AttentionWork(
-        starts, contexts, members, tuple(launches), merges.view(-1, COLUMNS), most_partials, shape.rows
-    )
+    merges = merges.view(-1, COLUMNS)
+    work = AttentionWork(starts, contexts, members, tuple(launches), merges, shape.most_partials, shape.rows)
     return AttentionPlan(
         block_tables,
         [index * shape.num_queries for index in range(count + 1)],
@@ -161,7 +167,7 @@ def captured_plan(memory: Tensor, block_tables: Tensor, shape: DecodeShape) -> A
 
 
 def _launch(block_m: int, items: Tensor, count: Tensor, shape: DecodeShape, *, is_group: bool = False) -> Launch:
-    row = shape.work_row("captured_work")
+    row = shape.work_row("captured_group_work" if is_group else "captured_work")
     items = items.view(-1, COLUMNS)
     least = -(-row["programs"] // shape.num_kv_heads)
     programs = min(len(items), max(least, shape.num_sequences * row["per_sequence"]))

@@ -1,41 +1,23 @@
-"""Which decodes share the blocks of their beginning."""
+"""When it pays that decodes read the blocks of their common beginning once."""
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kernels.paged_attention.plan import PrefixGroup
+from kernels.paged_attention.work import GROUP_ROWS
 
-MIN_TOKENS = 512  # shared, for a group: below it a launch of its own costs more than it saves
+MIN_TOKENS = 512  # shared, for a group
 MIN_MEMBERS = 4
+MIN_SPARED_BYTES = (
+    64 << 20
+)  # of keys and values, for the launch of a step's groups: it takes as long as 13 µs of reading
 
 
-def prefix_groups(
-    block_tables: NDArray[np.integer],
-    context_lens: Sequence[int],
-    block_size: int,
-    *,
-    min_tokens: int = MIN_TOKENS,
-    min_members: int = MIN_MEMBERS,
-) -> tuple[PrefixGroup, ...]:
-    """Groups of the sequences (each with one query, block_tables [N, most blocks]) whose first ``min_tokens`` stand in
-    the same blocks, with all that its members have in common.
+def may_group(num_heads: int, num_kv_heads: int, sliding_window: int | None) -> bool:
+    """Whether a model's decodes can be in groups at all: a window cuts what is shared, and the query heads of a
+    key/value head go into one program."""
+    return sliding_window is None and num_heads // num_kv_heads <= GROUP_ROWS
 
-    Who shares no block with another is in no group: where a cache never gives two namespaces one block, no group
-    crosses them.
-    """
-    lengths = np.asarray(context_lens)
-    least = max(1, -(-min_tokens // block_size))
-    if block_tables.shape[1] < least:
-        return ()
-    by_block: dict[bytes, list[int]] = {}
-    for sequence in (lengths > least * block_size).nonzero()[0].tolist():
-        by_block.setdefault(block_tables[sequence, :least].tobytes(), []).append(sequence)
-    found = []
-    for members in by_block.values():
-        if len(members) >= min_members:
-            most = (int(lengths[members].min()) - 1) // block_size
-            same = (block_tables[members, :most] == block_tables[members[0], :most]).all(axis=0)
-            found.append(PrefixGroup(tuple(members), (most if same.all() else int(same.argmin())) * block_size))
-    return tuple(found)
+
+def pays(groups: Sequence[PrefixGroup], token_bytes: int) -> bool:
+    """Whether a step is faster with these groups than without any. token_bytes: keys and values of a token, a layer."""
+    return sum(group.num_spared for group in groups) * token_bytes >= MIN_SPARED_BYTES

@@ -64,6 +64,11 @@ class PrefixGroup:
     members: tuple[int, ...]
     num_tokens: int
 
+    @property
+    def num_spared(self) -> int:
+        """Reads of a token's keys and values less than without the group."""
+        return (len(self.members) - 1) * self.num_tokens
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -212,8 +217,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """A step's plan. Sequence i has the query rows query_starts[i] … query_starts[i + 1], at its last positions.
 
-    ``groups`` (of ``prefix_groups``; no sequence in two of them, no sliding window) let a GPU read the blocks that
-    decodes share once; a CPU takes no notice. A member's row has other last bits then than alone.
+    ``groups`` (no sequence in two of them; only where ``may_group``) let a GPU read the blocks that decodes share
+    once; a CPU takes no notice. A member's row has other last bits then than alone.
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)

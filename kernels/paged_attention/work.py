@@ -96,13 +96,20 @@ class Cut:
     num_partials: int
 
 
+NO_CUT = Cut(np.zeros((0, COLUMNS), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
+
+
 def chunk_tokens(num_keys: Numbers, num_programs: int, row: dict[str, int]) -> Numbers:
     """Keys of a chunk of pieces with ``num_keys``. With ``target_items``: so that the step would have that many
-    programs if each of its ``num_programs`` uncut ones had as many keys."""
+    programs if each of its ``num_programs`` uncut ones had as many keys. With ``most_chunks``, no more than those,
+    however long a piece is: what partial results take is bounded by it."""
     if "target_items" not in row:
         return np.full_like(num_keys, row["max_chunk"])
     wanted = -(-num_keys * num_programs // row["target_items"] // CHUNK_STEP) * CHUNK_STEP
-    return wanted.clip(row["min_chunk"], row["max_chunk"])
+    wanted = wanted.clip(row["min_chunk"], row["max_chunk"])
+    if "most_chunks" not in row:
+        return wanted
+    return np.maximum(wanted, -(-num_keys // (row["most_chunks"] * CHUNK_STEP)) * CHUNK_STEP)
 
 
 def cut(
@@ -155,7 +162,12 @@ def group_columns(sizes: Numbers, group: int, pieces: Pieces, cut_pieces: Cut) -
     number = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)  # within the own group
     piece = np.repeat((pieces.first_row == 0).nonzero()[0], sizes) + number // together
     offset = cut_pieces.first[piece] + number % together * group
-    return np.stack((offset, np.full_like(offset, GROUP_ROWS), cut_pieces.counts[piece]), 1)
+    return np.stack((offset, rows_of_pieces(pieces)[piece], cut_pieces.counts[piece]), 1)
+
+
+def rows_of_pieces(pieces: Pieces) -> Numbers:
+    """Of groups: the rows that each has, and so writes."""
+    return pieces.num_rows - pieces.first_row
 
 
 def split_block_m(num_rows: int) -> int:
@@ -244,7 +256,7 @@ def _of_groups(builder: _Builder) -> tuple[list[tuple[int, bool, bool]], list[Nu
     sizes = np.array([len(group.members) for group in plan.groups])
     pieces = group_pieces(sizes, np.array([group.num_tokens for group in plan.groups]), builder.group)
     row = tiles("group_work", plan.block_tables.device, sequences=len(plan.context_lens))
-    done = builder.cut(pieces, row, np.full_like(pieces.sequence, GROUP_ROWS), always=True)
+    done = builder.cut(pieces, row, rows_of_pieces(pieces), always=True)
     return [(GROUP_ROWS, True, True)], [done.items], group_columns(sizes, builder.group, pieces, done)
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -111,24 +111,26 @@ class Rows:
             chunk.sequence.token_ids.append(result.token_id)
 
 
-def sizes(num_slots: int, most_ranks: int = 16) -> EngineConfig:
+def sizes(num_slots: int, most_ranks: int = 16, num_rows: int = NUM_ROWS) -> EngineConfig:
     return EngineConfig(
-        num_blocks=NUM_ROWS * BLOCKS,
+        num_blocks=num_rows * BLOCKS,
         context_tokens=1024,
         max_step_tokens=4096,
-        max_running=NUM_ROWS,
+        max_running=num_rows,
         adapter_slots=num_slots,
         max_lora_rank=most_ranks,
     )
 
 
-def make_runner(name: str, num_slots: int, *, has_graphs: bool = True) -> tuple[CudaRunner, dict[str, Tensor]]:
+def make_runner(
+    name: str, num_slots: int, num_rows: int = NUM_ROWS, *, has_graphs: bool = True
+) -> tuple[CudaRunner, dict[str, Tensor]]:
     """A runner over random bf16 weights (NAME-int8 and its like: of 8 bits) and the wide weights; slot i with a random
     adapter of seed i and of rank 4, 8, 16, in turn."""
     device = torch.device("cuda")
     config = random_config(name)
     stored, weights = of_8_bits(name, random_weights(config, device, torch.bfloat16))
-    runner = CudaRunner(Decoder(config, stored), sizes(num_slots), has_graphs=has_graphs)
+    runner = CudaRunner(Decoder(config, stored), sizes(num_slots, num_rows=num_rows), has_graphs=has_graphs)
     runner.warm()
     for slot in range(num_slots):
         runner.load_slot(slot, runner.prepare(adapter(config, slot)))
@@ -255,21 +257,22 @@ def check_ops_are_timed_on_the_device_and_steps_by_hand_by_op(name: str = "tiny"
     return found
 
 
-CHECKS = {
-    name: check
-    for module in (globals(), vars(gpu_engine_bits))
-    for name, check in list(module.items())
-    if name.startswith("check_")
-}
+def all_checks() -> dict[str, Callable[[], object]]:
+    """By name: these, and those of the files beside."""
+    from ops.bench import gpu_prefix_checks  # made of what stands here
+
+    known = {**globals(), **vars(gpu_engine_bits), **vars(gpu_prefix_checks)}
+    return {name: check for name, check in known.items() if name.startswith("check_")}
 
 
 def run_checks(names: Sequence[str] = ()) -> dict[str, object]:
     """Each check's figures, or why it failed."""
     found: dict[str, object] = {}
-    for name in names or CHECKS:
+    checks = all_checks()
+    for name in names or checks:
         begin = time.perf_counter()
         try:
-            found[name] = CHECKS[name]()
+            found[name] = checks[name]()
         except Exception:
             found[name] = "FAILED " + traceback.format_exc()[-1800:]
         print(f"[{time.perf_counter() - begin:5.1f} s] {name}: {found[name]}", flush=True)

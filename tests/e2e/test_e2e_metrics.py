@@ -160,4 +160,7 @@ def test_no_adapter_key_or_client_word_is_a_label_and_a_tenant_only_by_its_id(se
 
 
 def test_a_gateway_process_stays_under_120_mb(served: Served):
-    assert [gateway.memory_info().rss < 120 << 20 for gateway in served.gateways()] == [True] * 4
+    resident_mb = [gateway.memory_info().rss / 1e6 for gateway in served.gateways()]
+
+    assert len(resident_mb) == 4
+    assert max(resident_mb) < 120, resident_mb

@@ -7,6 +7,7 @@ import pytest
 
 from ops.bench import gpu_engine_bits
 from ops.bench import gpu_engine_checks as checks
+from ops.bench import gpu_prefix_checks as prefix_checks
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +32,15 @@ def test_tokens_that_the_host_has_not_seen_feed_the_next_step():
 
 def test_ops_are_timed_by_events_and_replayed_graphs_as_one():
     checks.check_ops_are_timed_on_the_device_and_steps_by_hand_by_op()
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen"])
+def test_decodes_in_groups_have_the_logits_of_the_reference_in_each_namespace(shape: str):
+    prefix_checks.check_groups_give_the_logits_of_the_reference(shape)
+
+
+def test_groups_replayed_launched_and_repeated_have_the_same_bits_and_change_nobody_elses():
+    prefix_checks.check_groups_are_the_same_replayed_launched_and_repeated()
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny_qwen", "tiny-int8", "tiny-block"])

@@ -12,11 +12,12 @@ from kernels.paged_attention import (
     PrefixGroup,
     captured_plan,
     fill_plan,
+    may_group,
+    pays,
     plan_attention,
     plan_numbers,
-    prefix_groups,
 )
-from kernels.paged_attention.work import AttentionWork
+from kernels.paged_attention.work import AttentionWork, Launch
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -131,34 +132,47 @@ def test_a_length_that_does_not_fit_is_refused():
         captured([1, 1], shape_of(1))
 
 
-def tables_with(*prefixes: list[int]) -> np.ndarray:
-    """A row for each prefix, and blocks of its own behind it."""
-    return np.array(
-        [prefix + list(range(100 * row + 1000, 100 * row + 1060 - len(prefix))) for row, prefix in enumerate(prefixes)]
-    )
+def test_partial_results_of_long_groups_take_no_more_than_a_bounded_number_of_chunks():
+    whole = PrefixGroup(tuple(range(64)), 39_936)
+
+    work = captured([39_999] * 64, shape_of(64, has_groups=True), (whole,))
+
+    items = real_items(work.launches[0])
+    assert len(items) == 4 * 32  # of 16 members each
+    assert work.num_partials == shape_of(64, has_groups=True).most_partials
+    assert int(items[:, 5].max()) < 64 * 4 * 32
 
 
-def test_sequences_with_the_same_first_blocks_are_a_group_with_all_they_have_in_common():
-    tables = tables_with([1, 2, 3], [1, 2, 3], [7, 8], [1, 2, 3, 4], [7, 8])
-
-    found = prefix_groups(tables, [200] * 5, 16, min_tokens=32, min_members=2)
-
-    assert found == (PrefixGroup((0, 1, 3), 48), PrefixGroup((2, 4), 32))
+def real_items(launch: Launch) -> torch.Tensor:
+    assert launch.count is not None
+    return launch.items[: int(launch.count)]
 
 
-def test_the_block_of_the_query_itself_is_never_shared():
-    tables = tables_with([1, 2, 3, 4], [1, 2, 3, 4])
+def test_a_row_beside_groups_has_the_pieces_that_it_has_without_them():
+    lengths, shape = lengths_of(64, least=5000), shape_of(64, has_groups=True)
+    alone = [0, 5, 63]
+    group = PrefixGroup(tuple(index for index in range(64) if index not in alone), 4096)
 
-    assert prefix_groups(tables, [48, 64], 16, min_tokens=16, min_members=2) == (PrefixGroup((0, 1), 32),)
-    assert prefix_groups(tables, [49, 64], 16, min_tokens=16, min_members=2) == (PrefixGroup((0, 1), 48),)
+    pieces = [
+        [item[:5] for item in real_items(work.launches[1]).tolist() if item[0] in alone]
+        for work in (captured(lengths, shape, (group,)), captured(lengths, shape))
+    ]
+
+    assert pieces[0] == pieces[1]
 
 
-def test_too_few_or_too_short_ones_are_no_group():
-    tables = tables_with([1, 2, 3], [1, 2, 3], [9])
+def test_heads_that_do_not_fit_into_a_program_and_windows_have_no_groups():
+    assert all(may_group(*heads, None) for heads in ((32, 32), (32, 8), (28, 4), (9, 3), (64, 1)))
+    assert not may_group(71, 1, None)
+    assert not may_group(32, 8, 4096)
 
-    assert prefix_groups(tables, [200] * 3, 16, min_tokens=64, min_members=2) == ()
-    assert prefix_groups(tables, [200] * 3, 16, min_tokens=32, min_members=3) == ()
-    assert prefix_groups(tables, [30] * 3, 16, min_tokens=32, min_members=2) == ()
+
+def test_groups_pay_by_all_that_they_spare_together():
+    groups = (PrefixGroup(tuple(range(9)), 1024), PrefixGroup(tuple(range(9, 18)), 1024))
+
+    assert pays(groups, 4096)
+    assert not pays(groups[:1], 4096)
+    assert not pays((), 1 << 40)
 
 
 def fixed(spans: list[tuple[int, int]], window: int | None = None) -> AttentionWork:

@@ -13,7 +13,6 @@ from kernels.paged_attention import (
     fill_plan,
     paged_attention,
     plan_numbers,
-    prefix_groups,
 )
 from kernels.prefetch import prefetch_of
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
@@ -99,7 +98,7 @@ def _beside_a_weight(num_rows: int, weight: Tensor, row_bytes: int, num_programs
     table = rope_table(1e4 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), num_rows)
     found = []
     for one in (None, prefetch):
-        sums, caches = residual.clone(), [torch.zeros(num_rows, 1, 4, 128, device=DEVICE) for _ in range(2)]
+        sums, caches = residual.clone(), [random(num_rows, 1, 4, 128) * 0 for _ in range(2)]
         normed = rms_norm_kernel.rms_norm(x, scale, 1e-5, sums, one)
         turned = qk_rope_kv_kernel.qk_rope_kv(heads, values, numbers, table, caches[0], caches[1], numbers, None, one)
         found.append((sums, normed, silu_mul_kernel.silu_mul(gate_up, one), turned, *caches))
@@ -154,14 +153,24 @@ def shared_batch(sizes: Sequence[tuple[int, int]], alone: int, heads: tuple[int,
     return batch, torch.randperm(len(ends)).tolist()
 
 
+def groups_of(sizes: Sequence[tuple[int, int]], order: Sequence[int]) -> tuple[PrefixGroup, ...]:
+    """Those of a ``shared_batch``."""
+    owner = [number for number, (members, _) in enumerate(sizes) for _ in range(members)]
+    places = [
+        [place for place, index in enumerate(order) if owner[index : index + 1] == [number]]
+        for number in range(len(sizes))
+    ]
+    return tuple(PrefixGroup(tuple(members), tokens) for members, (_, tokens) in zip(places, sizes, strict=True))
+
+
 def groups_equal_no_groups() -> None:
     """Grouped, captured or not, against float64; the stale blocks of members are NaN; 20 times bit-equal."""
     for heads in SHAPES[:3]:
-        batch, order = shared_batch([(40, 4096), (5, 528), (6, 1600)], 9, heads)
+        sizes = [(40, 4096), (5, 528), (6, 1600)]
+        batch, order = shared_batch(sizes, 9, heads)
         plan = batch.plan(order)
         ends = [batch.spans[index][1] for index in order]
-        groups = prefix_groups(plan.block_tables.cpu().numpy(), ends, 16)
-        assert sorted(len(group.members) for group in groups) == [5, 6, 40], "groups are not found"
+        groups = groups_of(sizes, order)
         queries, expected = batch.queries[order], batch.expected()[order]
         object.__setattr__(plan, "groups", groups)
         run = lambda plan=plan: paged_attention(queries, batch.keys, batch.values, plan, scale=batch.scale)  # noqa: E731, B023
@@ -234,8 +243,7 @@ def a_tiny_step() -> None:
     require(batch.run(), batch.expected(), "attention")
     batch, order = shared_batch([(5, 64)], 1, (4, 2, 64))
     plan = batch.plan(order)
-    members = [place for place, index in enumerate(order) if index < 5]
-    object.__setattr__(plan, "groups", (PrefixGroup(tuple(members), 64),))
+    object.__setattr__(plan, "groups", groups_of([(5, 64)], order))
     out = paged_attention(batch.queries[order], batch.keys, batch.values, plan, scale=batch.scale)
     require(out, batch.expected()[order], "groups")
     a, b, y = random(2, 24, 64) / 8, random(2, 24, 48), torch.zeros(9, 48, device=DEVICE, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from kernels.lane import Lane
-from kernels.sgmv import LoraSlice, SgmvPlan, expand, plan_sgmv, sgmv, shrink
+from kernels.sgmv import LoraSlice, PartialLow, SgmvPlan, expand, plan_sgmv, sgmv, shrink
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import silu_mul, triton_low
 from ops.bench.gpu.checks import DEVICE, LIMITS, POPULARITIES, lora_case, random, require
@@ -80,7 +80,7 @@ def silu_of_adapters_against_float64() -> None:
 
 def _into_silu(x: Tensor, gate_up: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
     low = shrink(x, slices, plan_sgmv(slots, DEVICE))
-    return silu_mul(gate_up) if low is None else triton_low.silu_mul(gate_up, low)
+    return triton_low.silu_mul(gate_up, low) if isinstance(low, PartialLow) else silu_mul(gate_up)
 
 
 def _expected(x: Tensor, gate_up: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
@@ -128,7 +128,7 @@ def _captured_silu(num_rows: int) -> None:
             low = shrink(x, parts, plan)
         gate_up = linear(x, weight)
         lane.join()
-        return silu_mul(gate_up, low)
+        return silu_mul(gate_up, low=low)
 
     graph, out = captured(run)
     for step, some in enumerate(([row % 8 for row in range(64)], [3] * 40 + [-1] * 20, [-1, 7, 7, 0], [])):

@@ -264,6 +264,7 @@ def small_tiles(monkeypatch) -> None:
         "split_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "group_work": [{"min_chunk": 32, "max_chunk": 32, "target_items": 1}],
         "captured_work": [{"programs": 4, "per_sequence": 1}],
+        "captured_group_work": [{"programs": 4, "per_sequence": 0}],
         "chunk_work": [{"block_m": 32, "max_chunk": 32}],
         "fixed_work": [{"block_m": 32, "max_chunk": 32}],
         "merge": [{"chunks": 2, "num_warps": 4, "pdl": 0}],

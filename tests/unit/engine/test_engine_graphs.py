@@ -1,15 +1,19 @@
 """engine/gpu: sizes of steps, the numbers of a step in flat memory, and what of the block tables is sent."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import BlockTables, Layout
+from engine.gpu.decode_graphs import BlockTables, Layout, Step, graph_bytes, graph_kinds
 from engine.gpu.shapes import in_one_shape, shapes_of
 from engine.scheduler import Chunk
 from engine.sequence import PENDING, Sequence
-from kernels.paged_attention import DecodeShape
+from kernels.paged_attention import DecodeShape, PrefixGroup
+from kernels.paged_attention.work import Launch
+from tests.tiny import tiny_config
 from tests.tiny_steps import make_sequence
 
 CPU = torch.device("cpu")
@@ -26,7 +30,7 @@ def filled(chunks: list[Chunk], ahead: dict[int, int]) -> tuple[Layout, list[np.
     layout = Layout(DecodeShape(4, 64, 4, 4, 2, CPU))
     numbers = np.full(layout.length, 77, dtype=np.int32)
     parts = [numbers[place] for place in layout.places]
-    layout.fill(parts, chunks, ahead, EMPTY_SLOT, with_lora=True)
+    layout.fill(parts, Step(chunks, ahead), EMPTY_SLOT, with_lora=True)
     return layout, parts
 
 
@@ -47,7 +51,7 @@ def test_a_batch_over_the_memory_sees_the_step_that_stands_there():
     batch = layout.batch(memory, tables, EMPTY_SLOT, 16)
 
     parts = [memory.numpy()[place] for place in layout.places]
-    layout.fill(parts, [decode(1, [5, 6, 7], [3], slot=2)], {}, EMPTY_SLOT, with_lora=True)
+    layout.fill(parts, Step([decode(1, [5, 6, 7], [3], slot=2)], {}), EMPTY_SLOT, with_lora=True)
 
     assert batch.token_ids.tolist() == [7, 0, 0, 0]
     assert batch.attention.work.contexts.tolist() == [3, 0, 0, 0]
@@ -88,6 +92,51 @@ def test_only_new_blocks_are_sent():
     tables.update([chunk])
 
     assert tables.tables[0, :3].tolist() == [-1, -1, 6]
+
+
+def test_a_step_with_groups_stands_in_memory_as_one_without_does():
+    layout = Layout(DecodeShape(8, 1024, 16, 4, 2, CPU, has_groups=True))
+    chunks = [decode(row, [1] * (600 + row), [*range(37), 100 + row, 200 + row]) for row in range(5)]
+    memory = torch.full((layout.length,), 77, dtype=torch.int32)
+    batch = layout.batch(memory, torch.zeros(8, 64, dtype=torch.int32), EMPTY_SLOT, 0)
+    parts = [memory.numpy()[place] for place in layout.places]
+
+    layout.fill(parts, Step(chunks, {}, [PrefixGroup((0, 1, 2, 4), 592)]), EMPTY_SLOT, with_lora=False)
+
+    of_groups, own = (launch.items[: real_items(launch)] for launch in batch.attention.work.launches)
+    assert batch.attention.work.members[:4].tolist() == [0, 1, 2, 4]
+    assert of_groups[:, 4].max() == 592
+    assert own[:, 0].unique().tolist() == [0, 1, 2, 3, 4]
+
+    layout.fill(parts, Step((), {}), EMPTY_SLOT, with_lora=False)
+
+    assert batch.attention.work.contexts.tolist() == [0] * 8
+    assert [real_items(launch) for launch in batch.attention.work.launches] == [0, 0]
+
+
+def real_items(launch: Launch) -> int:
+    assert launch.count is not None
+    return int(launch.count)
+
+
+def config(**sizes: Any) -> EngineConfig:
+    return EngineConfig(**{"max_running": 64, "adapter_slots": 4, "max_lora_rank": 64, **sizes})
+
+
+def grouped(**sizes: Any) -> list[tuple[int, int]]:
+    return [(kind.size, kind.rank) for kind in graph_kinds(tiny_config(), config(**sizes)) if kind.has_groups]
+
+
+def test_graphs_with_groups_are_for_larger_steps_without_adapters_and_with_those_of_any_rank():
+    assert grouped() == [(size, rank) for size in (8, 16, 24, 32, 48, 64) for rank in (0, 64)]
+    assert grouped(adapter_slots=0, max_running=16) == [(8, 0), (16, 0)]
+    assert grouped(max_running=4) == grouped(deterministic=True) == []
+
+
+def test_graphs_are_reckoned_with_the_partial_results_of_groups():
+    few, more = (graph_bytes(tiny_config(), config(deterministic=alone), CPU) for alone in (True, False))
+
+    assert more > few + 12 * (6 << 20)
 
 
 def test_an_engine_has_a_graph_for_each_kind_of_step():

@@ -315,6 +315,29 @@ def test_a_keys_limit_of_one_model_or_adapter_binds_there_only(house: House, tmp
     assert int(refused.headers["retry-after"]) <= 60
 
 
+# ── a key just made ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_works_from_the_moment_it_was_made(house: House, key: str):
+    """As a script does that makes one and uses it at once, while no gateway has looked for changes yet."""
+
+    async def make() -> str:
+        directory = house.parts.pipeline.directory
+        new = keys.issue("live", Secrets.load_or_create(house.settings.secrets))
+        await directory.next_look()
+        async with house.parts.database.transaction() as session:
+            await KeyRepository(session).create(house.tenants[key], new)
+        await bump_epoch(directory._redis)
+        assert directory.authenticate(new.minted.text) is None
+        return new.minted.text
+
+    fresh = house.on_loop(make())
+    with house.http(fresh) as http, house.http(keys.mint("live").text) as stranger:
+        answers = [http.get("/models"), stranger.get("/models")]
+
+    assert [answer.status_code for answer in answers] == [200, 401]
+
+
 # ── guessing ─────────────────────────────────────────────────────────────────────────────────────
 
 

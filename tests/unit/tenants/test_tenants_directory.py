@@ -147,6 +147,18 @@ def test_a_new_key_and_changed_limits_are_seen_after_the_epoch_moved(in_world):
     in_world(scenario)
 
 
+def test_a_key_made_a_moment_ago_is_known_after_the_next_look(in_world):
+    async def scenario(world):
+        fresh = await world.make_key(world.tenant.tenant_id)
+        await bump_epoch(world.redis)
+        assert world.directory.may_be_new(fresh.text)
+        await world.directory.next_look()
+        assert world.directory.authenticate(fresh.text) is not None
+        assert not any(map(world.directory.may_be_new, ("", "tn_live_x", fresh.text, world.key.text)))
+
+    in_world(scenario)
+
+
 def test_a_revoked_key_and_a_suspended_tenant_are_nobody_and_resuming_undoes_only_the_latter(in_world):
     async def scenario(world):
         other = await world.make_key(world.tenant.tenant_id)
