@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.models.lora_slots import LoraSlots
 from kernels.lane import Lane
-from kernels.linear import LinearWeight, linear
+from kernels.linear import LinearWeight, linear, linear_parts, parts_of
 from kernels.quantised_linear import QuantisedWeight, quantised_linear
 from kernels.sgmv import LoraSlice, Low, SgmvPlan, expand, is_beside, sgmv, shrink
 
@@ -80,6 +80,17 @@ class Linear:
             assert lora.plan is not None
             sgmv(y, x, slices, lora.plan)
         return y
+
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """What ``residual`` [T, out] lacks then: [T, out], or, where that is faster, parts [P, T, out] for its norm to add
+        up; adapters have then added theirs to ``residual`` itself."""
+        if not isinstance(self.weight, LinearWeight) or (num_parts := parts_of(x, self.weight)) == 1:
+            return self(x, lora)
+        self.num_calls += 1
+        slices = lora.slices(self.layer, self.modules)
+        if slices and lora.plan is not None:
+            sgmv(residual, x, slices, lora.plan)
+        return linear_parts(x, self.weight, num_parts)
 
     def apart(self, x: Tensor, lora: LoraStep) -> tuple[Tensor, Low | None]:
         """The base product [T, out], and what the adapters add to it, for who adds that on his way."""

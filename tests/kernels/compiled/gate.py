@@ -218,6 +218,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             f"add_rms_norm {size}",
             lambda size=size: rms_norm_kernel.rms_norm(normal(64, size), normal(size), 1e-5, normal(64, size)),
         )
+    for parts in (2, 4):
+        yield (
+            f"add_rms_norm 4096 of {parts} parts",
+            lambda parts=parts: rms_norm_kernel.rms_norm(
+                torch.zeros(parts, 32, 4096), normal(4096), 1e-5, normal(32, 4096)
+            ),
+        )
     yield "qk_norm 128", lambda: rms_norm_kernel.rms_norm(normal(64, 48, 128)[:, :32], normal(128), 1e-5)
     for num_heads, head_dim in ((48, 128), (15, 64)):
         heads, table = normal(64, num_heads, head_dim), torch.zeros(64, 2, head_dim)
