@@ -82,8 +82,8 @@ class Linear:
         return y
 
     def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
-        """What ``residual`` [T, out] lacks then: [T, out], or, where that is faster, parts [P, T, out] for its norm to add
-        up; adapters have then added theirs to ``residual`` itself."""
+        """What ``residual`` [T, out] lacks then: [T, out], or, where that is faster, parts [P, T, out] for its norm to
+        add up; adapters have then added theirs to ``residual`` itself."""
         if not isinstance(self.weight, LinearWeight) or (num_parts := parts_of(x, self.weight)) == 1:
             return self(x, lora)
         self.num_calls += 1

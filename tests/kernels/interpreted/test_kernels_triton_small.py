@@ -49,7 +49,7 @@ def test_a_rms_norm_that_forgets_the_last_part_is_caught(tmp_path):
 
 
 def test_rms_norm_without_its_mask_is_caught(tmp_path):
-    fault = ("o_size[None, :], mask=mask, other=0.0)\n    if ADDS", "o_size[None, :])\n    if ADDS")
+    fault = ("b_x = tl.load(p_own, mask=mask, other=0.0)\n    for _", "b_x = tl.load(p_own)\n    for _")
     faulty = planted(rms_norm_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
         check_rms_norm(faulty, (3, 97), FLOAT)
