@@ -21,7 +21,9 @@ from tests.exactness import on_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_VARIABLE = "TENORA_TEST_MODEL"  # which recipe the suites on the real model run on
-KEPT_VARIABLES = ("TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE")  # how to run it, not what
+KEPT_VARIABLES = (  # how to run it, not what
+    "TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE", "TENORA_DETERMINISTIC",
+)  # fmt: skip
 ON_GPU = {"TENORA_KV_MEMORY": str(2 << 30)}  # else the first engine takes all of the GPU, and others start beside it
 DEFAULT_MODEL = os.environ.get(MODEL_VARIABLE, "smollm2-135m")
 
