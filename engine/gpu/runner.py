@@ -96,6 +96,7 @@ class CudaRunner(Runner):
         self._counters.num_bytes += self._least_bytes(plan)
         scores: dict[int, list[Scores]] = {}
         groups = self._prefixes.groups(plan)
+        self._counters.num_bytes -= sum(group.num_spared for group in groups) * self._token_bytes
         self._counters.num_grouped += sum(len(group.members) for group in groups)
         if self._decodes is not None and self._decodes.fits(plan):
             logits = self._decodes.replay(plan, self._ahead, groups)

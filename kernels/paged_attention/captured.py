@@ -17,6 +17,7 @@ from kernels.paged_attention.plan import AttentionPlan, PrefixGroup
 from kernels.paged_attention.work import (
     COLUMNS,
     GROUP_ROWS,
+    NO_CUT,
     AttentionWork,
     Cut,
     Launch,
@@ -109,7 +110,7 @@ def fill_plan(
     tokens = np.array([group.num_tokens for group in groups], dtype=np.int64)
     shared[chosen] = tokens.repeat(sizes)
     pieces = group_pieces(sizes, tokens, shape.rows)
-    of_groups = _cut(pieces, shape, "group_work", rows_of_pieces(pieces), 0)
+    of_groups = _cut(pieces, shape, "group_work", rows_of_pieces(pieces), 0) if groups else NO_CUT
     own_pieces = _own_pieces(lengths, shared, shape)
     own = _cut(
         own_pieces, shape, "split_work", own_pieces.num_rows, of_groups.num_partials, shared[own_pieces.sequence]

@@ -7,7 +7,7 @@ from kernels.paged_attention.work import GROUP_ROWS
 
 MIN_TOKENS = 512  # shared, for a group
 MIN_MEMBERS = 4
-MIN_SAVED_BYTES = (
+MIN_SPARED_BYTES = (
     64 << 20
 )  # of keys and values, for the launch of a step's groups: it takes as long as 13 µs of reading
 
@@ -20,5 +20,4 @@ def may_group(num_heads: int, num_kv_heads: int, sliding_window: int | None) -> 
 
 def pays(groups: Sequence[PrefixGroup], token_bytes: int) -> bool:
     """Whether a step is faster with these groups than without any. token_bytes: keys and values of a token, a layer."""
-    saved = sum((len(group.members) - 1) * group.num_tokens for group in groups)
-    return saved * token_bytes >= MIN_SAVED_BYTES
+    return sum(group.num_spared for group in groups) * token_bytes >= MIN_SPARED_BYTES

@@ -64,6 +64,11 @@ class PrefixGroup:
     members: tuple[int, ...]
     num_tokens: int
 
+    @property
+    def num_spared(self) -> int:
+        """Reads of a token's keys and values less than without the group."""
+        return (len(self.members) - 1) * self.num_tokens
+
 
 @dataclass(frozen=True)
 class AttentionPlan:

@@ -96,6 +96,9 @@ class Cut:
     num_partials: int
 
 
+NO_CUT = Cut(np.zeros((0, COLUMNS), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
+
+
 def chunk_tokens(num_keys: Numbers, num_programs: int, row: dict[str, int]) -> Numbers:
     """Keys of a chunk of pieces with ``num_keys``. With ``target_items``: so that the step would have that many
     programs if each of its ``num_programs`` uncut ones had as many keys. With ``most_chunks``, no more than those,

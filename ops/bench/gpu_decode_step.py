@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import Captured, DecodeGraphs
+from engine.gpu.decode_graphs import Captured, DecodeGraphs, Kind
 from engine.gpu.runner import CudaRunner
 from engine.scheduler import StepPlan
 from ops.bench.gpu_engine_checks import Rows
@@ -29,6 +29,7 @@ from ops.bench.random_model import random_config, random_decoder
 
 Setting = dict[str, dict[str, int] | list[dict[str, int]]]  # rows that take the place of the tables'
 SEQUENCES = 32
+KIND = Kind(SEQUENCES, 0, has_groups=False)
 ROUNDS, REPLAYS = 5, 40
 EARLY = ("norm", "rope", "silu_mul", "attend")
 
@@ -91,9 +92,9 @@ class Step:
 
     def capture(self, setting: Setting) -> Captured:
         with other_rows(setting):
-            self.graphs._graphs[SEQUENCES, 0] = self.graphs._capture(SEQUENCES, 0)
+            self.graphs._graphs[KIND] = self.graphs._capture(KIND)
         self.logits()  # its numbers are in place
-        return self.graphs._graphs[SEQUENCES, 0]
+        return self.graphs._graphs[KIND]
 
     def logits(self) -> torch.Tensor:
         return self.graphs.replay(self.plan, {}).clone()

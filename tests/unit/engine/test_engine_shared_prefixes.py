@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from arithmetic_peer import Driver, make_engine, submit
@@ -21,13 +22,13 @@ HUGE = 1 << 30  # bytes of a token: any group pays
 SYSTEM, OTHER = list(range(100, 160)), list(range(200, 260))
 
 
-def model(**changes: object):
+def model(**changes: Any):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
     common = {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 99, "rms_norm_eps": 1e-5}
     return from_hf({**sizes, **common, "max_position_embeddings": 8192, "hidden_act": "silu", **changes})
 
 
-def finder(token_bytes: int = HUGE, config: EngineConfig | None = None, **changes: object) -> SharedPrefixes:
+def finder(token_bytes: int = HUGE, config: EngineConfig | None = None, **changes: Any) -> SharedPrefixes:
     return SharedPrefixes(model(**changes), config or EngineConfig(block_size=BLOCK), token_bytes)
 
 
@@ -47,7 +48,7 @@ class Batch:
             self.sequences.append(sequence)
         return self
 
-    def plan(self, *, is_next: bool = False, **changes: object) -> StepPlan:
+    def plan(self, *, is_next: bool = False) -> StepPlan:
         chunks = tuple(Chunk(one, len(one.token_ids) - 1, 1, samples=True, scores=False) for one in self.sequences)
         return StepPlan(chunks, (), len(chunks), is_next=is_next)
 
@@ -147,7 +148,7 @@ def test_parts_of_prompts_are_in_no_group():
         {"model_type": "mistral", "sliding_window": 4096},
     ],
 )
-def test_models_whose_attention_cannot_be_grouped_have_no_groups(changes: dict[str, object]):
+def test_models_whose_attention_cannot_be_grouped_have_no_groups(changes: dict[str, Any]):
     assert finder(**changes).groups(Batch().add(*[SYSTEM] * 8).plan()) == ()
 
 
