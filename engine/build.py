@@ -10,6 +10,8 @@ import torch
 from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.gpu.plain_torch import without_kernel
+from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
 from engine.memory import copy_bytes_s, keep_freed_memory
 from engine.memory_account import account
 from engine.models.config import ModelConfig, module_sizes
@@ -120,18 +122,16 @@ def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, devi
         deterministic=options.deterministic,
     )
     if config.deterministic and device.type == "cuda":
-        config = _in_one_shape(options, config, model)
+        config = _in_one_shape(options, config, without_kernel(model, dtype))
     if not options.kv_blocks:
         memory_bytes = options.kv_memory_bytes or _default_kv_bytes(model, config, dtype, device)
         config = replace(config, num_blocks=memory_bytes // kv_block_bytes(model, options.block_size, dtype))
     return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
 
 
-def _in_one_shape(options: Options, config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
-
-    if model.moe is not None:
-        raise ValueError("--deterministic: how many rows an expert multiplies on a GPU depends on who shares the step")
+def _in_one_shape(options: Options, config: EngineConfig, without: tuple[str, ...]) -> EngineConfig:
+    if without:
+        raise ValueError(f"--deterministic: plain torch has no fixed shape on a GPU ({', '.join(without)})")
     config = in_one_shape(replace(config, max_step_tokens=options.max_step_tokens or ONE_SHAPE))
     size = shapes_of(config).tokens[0]
     logger.info("deterministic: each step is computed as %d tokens, and has %d at most", size, config.max_step_tokens)

@@ -31,9 +31,12 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row i is x[i // num_inner, i % num_inner]; residual and out are contiguous."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_program = tl.program_id(0).to(tl.int64)
     if PIECE_BYTES:
         num_own = tl.cdiv(num_rows, ROWS)
@@ -89,6 +92,7 @@ def rms_norm(
             BLOCK=block,
             ROWS=rows,
             ADDS=residual is not None,
+            TRIGGERS=is_early("shrink", x.device),
             PDL=pdl,
             num_warps=num_warps,
             **arguments(prefetch, weight, num_warps),
