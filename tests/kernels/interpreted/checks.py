@@ -311,6 +311,13 @@ def captured_sgmv(slots: list[int], slices: list[LoraSlice], room: int) -> tuple
     return slices, CapturedSgmv(memory, num_rows, num_slots)
 
 
+def add_lora(kernel: ModuleType, y: Tensor, x: Tensor, slices: list[LoraSlice], plan: SgmvPlan) -> None:
+    """Both halves of ``sgmv``."""
+    low = kernel.shrink(x, slices, plan)
+    if low is not None:
+        kernel.expand(y, low)
+
+
 def check_sgmv(
     kernel: ModuleType,
     slots: list[int],
@@ -333,9 +340,9 @@ def check_sgmv(
             expected[row, columns] += lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
             touched[row, columns] = True
     if room is None:
-        kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+        add_lora(kernel, y, x, slices, plan_sgmv(slots, x.device))
     else:
         given, plan = captured_sgmv(slots[:real], slices, room)
-        kernel.sgmv(y, x, given, plan)
+        add_lora(kernel, y, x, given, plan)
     assert torch.equal(y[~touched], before[~touched])
     assert_matches_reference(y[touched], expected[touched])

@@ -122,8 +122,8 @@ def test_silu_mul_with_gate_and_up_in_the_wrong_order_is_caught(tmp_path):
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize(
     "heads",
-    [Heads(4, 4, 8), Heads(9, 3, 64), Heads(12, 1, 80), Heads(2, 2, 256), Heads(16, 8, 128)],
-    ids=["multi-head", "groups of 3", "multi-query 80", "head size 256", "groups of 2"],
+    [Heads(4, 4, 8), Heads(9, 3, 64), Heads(12, 1, 80), Heads(4, 2, 96), Heads(2, 2, 256), Heads(16, 8, 128)],
+    ids=["multi-head", "groups of 3", "multi-query 80", "head size 96", "head size 256", "groups of 2"],
 )
 def test_qk_rope_kv_equals_its_reference(heads, norms, dtype):
     check_qk_rope_kv(qk_rope_kv_kernel, 7, heads, dtype, norms=norms)
