@@ -32,19 +32,13 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
-<<<<<<< HEAD
     PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
-=======
     TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row i is x[i // num_inner, i % num_inner]; residual and out are contiguous."""
+    """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
     if TRIGGERS:
         tl.extra.cuda.gdc_launch_dependents()
->>>>>>> main
     i_program = tl.program_id(0).to(tl.int64)
     if PIECE_BYTES:
         num_own = tl.cdiv(num_rows, ROWS)
@@ -110,11 +104,8 @@ def rms_norm(
             BLOCK=block,
             ROWS=rows,
             ADDS=residual is not None,
-<<<<<<< HEAD
             PARTS=num_parts,
-=======
             TRIGGERS=is_early("shrink", x.device),
->>>>>>> main
             PDL=pdl,
             num_warps=num_warps,
             **arguments(prefetch, weight, num_warps),
