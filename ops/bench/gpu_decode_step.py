@@ -39,7 +39,7 @@ def _beside(op: str, mib: int, row_bytes: int = 0, programs: int = 132) -> Setti
 
 
 def _early(*ops: str) -> Setting:
-    return {"pdl": {op: int(op in ops) for op in EARLY}}
+    return {"pdl": {op: int(op in ops) for op in (*EARLY, "shrink")}}
 
 
 def _parts(of_o: int, of_down: int) -> Setting:
@@ -149,7 +149,12 @@ def measure(step: Step, chosen: dict[str, Setting], out: Path) -> dict[str, dict
         logits = step.logits()
         wanted = logits if wanted is None else wanted
         assert bool(logits.isfinite().all()), name
-        assert torch.equal(logits, wanted), f"{name}: other logits"
+        if "linear_parts" in setting:  # sums in another order
+            far = float((logits.float() - wanted.float()).norm() / wanted.float().norm())
+            print(f"{name}: logits differ by {far:.4f}", flush=True)
+            assert far < 0.05, f"{name}: other logits"
+        else:
+            assert torch.equal(logits, wanted), f"{name}: other logits"
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, captured in graphs.items():
