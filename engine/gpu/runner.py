@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.gpu.decode_graphs import DecodeGraphs, resolve
 from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.plain_torch import warn_of, without_kernel
-from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.gpu.sampler import DeviceSampler, Scores, score, to_host
 from engine.gpu.shapes import shapes_of
 from engine.gpu.shared_prefixes import SharedPrefixes
 from engine.metering.cost import Floats
@@ -19,6 +19,7 @@ from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from kernels.paged_attention import PrefixGroup
+from kernels.sampling import highest
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class CudaRunner(Runner):
             hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
         (rows,) = on_device(self._drawn.device, flat.logits_rows)
         logits = self._logits(hidden.index_select(0, rows))
-        self._drawn[: len(logits)].copy_(greedy(logits))
+        highest(logits, self._drawn[: len(logits)])
         scores = {
             index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
             for index, chunk in enumerate(plan.chunks)

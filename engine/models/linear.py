@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.models.lora_slots import LoraSlots
-from kernels.linear import LinearWeight, linear
+from kernels.linear import LinearWeight, linear, linear_parts, parts_of
 from kernels.quantised_linear import QuantisedWeight, quantised_linear
 from kernels.sgmv import LoraSlice, Low, SgmvPlan, expand, shrink
 
@@ -62,9 +62,23 @@ class Linear:
             expand(y, low)
         return y
 
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """What ``residual`` [T, out] lacks then: [T, out], or, where that is faster, parts [P, T, out] for its norm to
+        add up; adapters have then added theirs to ``residual`` itself."""
+        if not isinstance(self.weight, LinearWeight) or (num_parts := parts_of(x, self.weight)) == 1:
+            return self(x, lora)
+        self.num_calls += 1
+        low = self._low(x, lora)
+        if low is not None:
+            expand(residual, low)
+        return linear_parts(x, self.weight, num_parts)
+
     def apart(self, x: Tensor, lora: LoraStep) -> tuple[Tensor, Low | None]:
         """The base product [T, out], and what the adapters add to it, for who adds that on his way."""
         self.num_calls += 1
-        slices = lora.slices(self.layer, self.modules)
-        low = shrink(x, slices, lora.plan) if lora.plan is not None and slices else None
+        low = self._low(x, lora)
         return self._multiply(x), low
+
+    def _low(self, x: Tensor, lora: LoraStep) -> Low | None:
+        slices = lora.slices(self.layer, self.modules)
+        return shrink(x, slices, lora.plan) if lora.plan is not None and slices else None

@@ -171,5 +171,13 @@ def _norm() -> list[Variant]:
             )
             for block, warps in ((4096, 16), (8192, 32), (16384, 32), (4096, 8))
         ),
+        *(
+            (
+                f"highest block {block} at once {at_once} warps {warps}",
+                _rows("highest", block=block, at_once=at_once, num_warps=warps),
+                tuple(f"highest logit T={n}" for n in (1, 32, 256)),
+            )
+            for block, at_once, warps in ((4096, 8, 16), (8192, 2, 32), (8192, 8, 32), (16384, 2, 32))
+        ),
         *((*one, tuple(f"silu x up 14336 T={n}" for n in (64, 1024, 4096))) for one in silus),
     ]

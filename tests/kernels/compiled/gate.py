@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import tiles
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
@@ -79,6 +80,10 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
         value = given[parameter.name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, TensorDescriptor):
+            block = ", ".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
             continue
         is_tensor = isinstance(value, torch.Tensor)
         signature[parameter.name] = (
@@ -222,6 +227,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             f"add_rms_norm {size}",
             lambda size=size: rms_norm_kernel.rms_norm(normal(64, size), normal(size), 1e-5, normal(64, size)),
         )
+    for parts in (2, 4):
+        yield (
+            f"add_rms_norm 4096 of {parts} parts",
+            lambda parts=parts: rms_norm_kernel.rms_norm(
+                torch.zeros(parts, 32, 4096), normal(4096), 1e-5, normal(32, 4096)
+            ),
+        )
     yield "qk_norm 128", lambda: rms_norm_kernel.rms_norm(normal(64, 48, 128)[:, :32], normal(128), 1e-5)
     for num_heads, head_dim in ((48, 128), (15, 64)):
         heads, table = normal(64, num_heads, head_dim), torch.zeros(64, 2, head_dim)
@@ -294,6 +306,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         for rank in (16, 64, 128):
             yield f"lora of gate and up T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r)
     yield "sample", lambda: sample(64)
+    tokens = torch.zeros(64, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.zeros(64, 128_256, dtype=dtype)
+        yield f"highest {dtype}", lambda logits=logits: sampling_kernel.highest(logits, tokens)
     yield from quantised_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
 
