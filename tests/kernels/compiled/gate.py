@@ -23,7 +23,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import tiles
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
@@ -48,7 +47,6 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
-    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
@@ -80,10 +78,6 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
         value = given[parameter.name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        if isinstance(value, TensorDescriptor):
-            block = ", ".join(map(str, value.block_shape))
-            signature[parameter.name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
             continue
         is_tensor = isinstance(value, torch.Tensor)
         signature[parameter.name] = (
