@@ -49,9 +49,7 @@ def _multiply(
     columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    i_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(
-        0, BLOCK_M
-    )  # programs of the same weights follow each other
+    i_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # same weights: one after the other
     o_out = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_part = tl.program_id(2).to(tl.int64)
     m_out = o_out < SIZE_OUT
