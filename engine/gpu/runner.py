@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import DecodeGraphs, resolve
+from engine.gpu.decode_graphs import DecodeGraphs, graph_kinds, resolve
 from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
 from engine.gpu.shapes import shapes_of
@@ -71,7 +71,7 @@ class CudaRunner(Runner):
         self._prompts: PieceGraphs | None = None
         if has_graphs and not self._without_kernel:
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
-            self._decodes = DecodeGraphs(*shared) if shapes.decodes else None
+            self._decodes = DecodeGraphs(*shared) if graph_kinds(model.config, config) else None
             self._prompts = PieceGraphs(*shared)
 
     @torch.inference_mode()

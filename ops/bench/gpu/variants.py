@@ -37,7 +37,9 @@ def _shapes() -> list[Variant]:
 
 def _decode() -> list[Variant]:
     groups = ("grouped 64 x (4k shared + 1024 own)", "grouped 64 x (4k shared + 64 own)")
+    programs = ((264, 0), (1056, 0), (1056, 8))  # the last: as those of no group
     captured = (
+        "captured B=32 192",
         "captured B=1 1k",
         "captured B=8 4k",
         "captured B=32 4k",
@@ -48,6 +50,14 @@ def _decode() -> list[Variant]:
         *(
             (f"group chunks {chunk}", _rows("group_work", min_chunk=chunk, max_chunk=chunk, target_items=1), groups)
             for chunk in (384, 640)
+        ),
+        *(
+            (f"group programs {n} + {each}", _rows("captured_group_work", programs=n, per_sequence=each), groups)
+            for n, each in programs
+        ),
+        *(
+            (f"captured programs {n} + {each}", _rows("captured_work", programs=n, per_sequence=each), captured)
+            for n, each in ((264, 1), (264, 4), (528, 2))
         ),
         *(
             (
