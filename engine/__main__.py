@@ -144,11 +144,16 @@ def _parser() -> argparse.ArgumentParser:
         help="0: 1 GiB on a CPU, what is left on a GPU",
     )
     add("--context", type=int, default=0, dest="context_tokens", metavar="TOKENS", help="0: the model's")
-    add("--max-step-tokens", type=int, default=0, help="0: 512 on a CPU, 8192 on a GPU")
+    add("--max-step-tokens", type=int, default=0, help="0: 512 on a CPU, 8192 on a GPU, 256 with --deterministic")
     add("--max-running", type=int, default=0, help="0: 64 on a CPU, 256 on a GPU")
     add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
-    add("--deterministic", action="store_true")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="a row's bits on a GPU depend on no other row: each step is computed as one of 256 tokens, or as many as "
+        "--max-step-tokens and --max-running ask for. A CPU's never depend on others",
+    )
     add("--journal-keep-days", type=int, default=90, help="how long acknowledged usage records are kept for audits")
     add("--journal-keep-bytes", type=int, default=8 << 30, help="how much of them at most")
     add("--engine-id", default="engine-0")

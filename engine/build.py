@@ -10,8 +10,10 @@ import torch
 from engine import wire
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.gpu.plain_torch import without_kernel
+from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
 from engine.memory import copy_bytes_s, keep_freed_memory
-from engine.memory_account import account
+from engine.memory_account import MemoryAccount, account
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
 from engine.phases import Phases
@@ -120,18 +122,18 @@ def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, devi
         deterministic=options.deterministic,
     )
     if config.deterministic and device.type == "cuda":
-        config = _in_one_shape(options, config, model)
-    if not options.kv_blocks:
-        memory_bytes = options.kv_memory_bytes or _default_kv_bytes(model, config, dtype, device)
-        config = replace(config, num_blocks=memory_bytes // kv_block_bytes(model, options.block_size, dtype))
+        config = _in_one_shape(options, config, without_kernel(model, dtype))
+    block_bytes = kv_block_bytes(model, options.block_size, dtype)
+    memory_bytes = options.kv_blocks * block_bytes or options.kv_memory_bytes
+    if device.type == "cuda":
+        memory_bytes = _reserve(account_of(model, config, dtype, device).with_kv(memory_bytes, block_bytes), device)
+    config = replace(config, num_blocks=(memory_bytes or CPU_KV_BYTES) // block_bytes)
     return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
 
 
-def _in_one_shape(options: Options, config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
-
-    if model.moe is not None:
-        raise ValueError("--deterministic: how many rows an expert multiplies on a GPU depends on who shares the step")
+def _in_one_shape(options: Options, config: EngineConfig, without: tuple[str, ...]) -> EngineConfig:
+    if without:
+        raise ValueError(f"--deterministic: plain torch has no fixed shape on a GPU ({', '.join(without)})")
     config = in_one_shape(replace(config, max_step_tokens=options.max_step_tokens or ONE_SHAPE))
     size = shapes_of(config).tokens[0]
     logger.info("deterministic: each step is computed as %d tokens, and has %d at most", size, config.max_step_tokens)
@@ -144,13 +146,16 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
     return 2 * model.num_layers * block_size * attention.num_kv_heads * attention.head_dim * dtype.itemsize
 
 
-def _default_kv_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int:
-    if device.type == "cpu":
-        return CPU_KV_BYTES
+def account_of(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> MemoryAccount:
+    """Of the GPU, with all that is left for keys and values."""
     from engine.gpu.decode_graphs import graph_bytes
 
     torch.cuda.empty_cache()  # what the weights were made from
-    found = account(model, config, dtype, device, graph_bytes(model, config, device))
+    return account(model, config, dtype, device, graph_bytes(model, config, device))
+
+
+def _reserve(found: MemoryAccount, device: torch.device) -> int:
+    """The allocator refuses more from here on → bytes for keys and values."""
     logger.info("device memory: %s", found)
     torch.cuda.set_per_process_memory_fraction(found.total / torch.cuda.mem_get_info(device)[1], device)
     return found.kv

@@ -1,7 +1,7 @@
 """What a GPU's memory is for, reckoned before it is taken: weights, adapters, the work of a step, graphs, and the rest
 for keys and values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,16 @@ class MemoryAccount:
     @property
     def total(self) -> int:
         return self.weights + self.adapters + self.step + self.graphs + self.kv
+
+    def with_kv(self, wanted: int, least: int) -> "MemoryAccount":
+        """With ``wanted`` bytes for keys and values, 0: with what is left. Raises ValueError when that is more than
+        there is, or less than ``least``."""
+        if max(wanted, least) > self.kv:
+            said = f"{wanted / 1e9:.2f} GB are asked for" if wanted else "something else has the rest of the device"
+            raise ValueError(
+                f"no room for keys and values: {said}; {self} would be it. Give --kv-memory to share a GPU"
+            )
+        return replace(self, kv=wanted or self.kv)
 
     def __str__(self) -> str:
         parts = ("weights", "adapters", "step", "graphs", "kv")

@@ -254,6 +254,12 @@ def serve_options() -> list[click.Option]:
     ]
 
 
+_DETERMINISTIC_HELP = (
+    "Bit-equal answers on a GPU too, whoever shares the steps: each is computed as one of 256 tokens (or as many as "
+    "--max-step-tokens and --max-running ask for), which is slower. A CPU's are bit-equal anyway."
+)
+
+
 def _size_options() -> list[click.Option]:
     return [
         _option("--block-size", type=_POSITIVE, help="Tokens in a KV block."),
@@ -267,7 +273,7 @@ def _size_options() -> list[click.Option]:
         _option("--threads", type=_POSITIVE, help="CPU threads of an engine."),
         _option("--journal-keep-days", type=_POSITIVE, help="Days that usage journals are kept for audits [90]."),
         _option("--journal-keep-bytes", type=_POSITIVE, help="Bytes of each usage journal kept at most [8 GiB]."),
-        _option("--deterministic", is_flag=True, default=False, help="One step shape on a GPU: bit-equal, slower."),
+        _option("--deterministic", is_flag=True, default=False, help=_DETERMINISTIC_HELP),
     ]
 
 

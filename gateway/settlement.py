@@ -15,10 +15,11 @@ from tenants import replica_times
 from tenants.database import Database
 from tenants.directory import Directory
 from tenants.errors import ForgedContext, InvalidRecord
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import unseal
 from tenants.replica_times import ReplicaSpan
 from tenants.secrets import Secret
+from tenants.settled import SettledRequest
 
 BATCH_RECORDS = 500
 BATCH_S = 0.02

@@ -9,9 +9,9 @@ from engine.client import AdapterFile
 from gateway.errors import model_not_found
 from gateway.models import Catalog, ServedModel
 from tenants.adapters.blobs import BlobStore
+from tenants.adapters.repository import AdapterRepository
 from tenants.database import Database
 from tenants.directory import Principal
-from tenants.repositories import AdapterRepository
 from tenants.secrets import Secrets
 from tenants.tables import AdapterVersion
 

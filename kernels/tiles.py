@@ -29,6 +29,11 @@ def is_early(kernel: str, device: torch.device) -> bool:
     return bool(tiles("pdl", device)[kernel])
 
 
+def early(kernel: str, device: torch.device) -> dict[str, bool]:
+    """What a launch of ``kernel`` is given for that: its PDL, and the option."""
+    return {"PDL": True, "launch_pdl": True} if is_early(kernel, device) else {"PDL": False}
+
+
 @lru_cache
 def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace(" ", "_") if device.type == "cuda" else "default"

@@ -17,12 +17,13 @@ from redis.exceptions import RedisError
 from tenants import keys
 from tenants.database import Database
 from tenants.errors import StoreUnavailable
+from tenants.key_repository import KeyRepository, OperatorRepository
 from tenants.limits import RATE_LIMITS, SCOPE_KINDS, SPEND_LIMIT, ScopeKind
 from tenants.meter import FlowClass
 from tenants.pricing import RateCard
 from tenants.quota.budgets import Budget
 from tenants.quota.quota import Limits
-from tenants.repositories import KeyRepository, OperatorRepository, RateCardRepository, TenantRepository
+from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
 from tenants.tables import ApiKey, OperatorKey, Tenant
 

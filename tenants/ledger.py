@@ -5,27 +5,20 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Protocol
 
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new, insert_telling
-from tenants.errors import InvalidRecord
-from tenants.meter import RequestContext
 from tenants.postings import number_postings
-from tenants.pricing import MAX_QUANTITY, Charge, Quantities, RateCard, charges, is_billed
+from tenants.pricing import Charge, Quantities, RateCard, charges, is_billed
 from tenants.repositories import RateCardRepository
 from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
+from tenants.settled import COSTS, DURATIONS, TOKENS, Booked, Fold, SettledRequest
 from tenants.tables import LedgerEntry, RequestRecord
 from tenants.usage.rollups import add_booked
 
-OUTCOME_LOST = 0
 _NAMESPACE = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")  # ours, fixed for ever: entry ids depend on it
-_MAX_NS = 1 << 62
-_TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_DURATIONS = ("queue_ns", "prefill_ns", "decode_ns", "post_ns", "network_ns", "first_token_ns", "gpu_ns")
-_COSTS = ("load_ns", "recompute_ns")
-_COPIED = ("outcome", *_TOKENS, *_DURATIONS, "finished_unix_ns", *_COSTS)
+_COPIED = ("outcome", *TOKENS, *DURATIONS, "finished_unix_ns", *COSTS)
 _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
     *("flow_class", "rate_card_id", "admitted_unix_ns", "trace_id", "label", "streamed", "num_choices"),
@@ -35,58 +28,6 @@ _RECORD = (*_FROM_CONTEXT, *_COPIED, "billed", "price_picousd")
 _ENTRY = ("entry_id", "meter", "quantity", "unit_price_picousd", "amount_picousd", "occurred_unix_ns", *_SHARED)
 _of_context, _copied, _shared = attrgetter(*_FROM_CONTEXT), attrgetter(*_COPIED), attrgetter(*_SHARED)
 _entry_key = itemgetter(0)
-
-
-@dataclass(frozen=True, slots=True)
-class SettledRequest:
-    """The engine's usage record with its unsealed context. Raises InvalidRecord, so that a batch never fails on one.
-
-    ``outcome`` is the HTTP status, 499 when the caller left, 0 when the record was lost by a crash of ours.
-    """
-
-    context: RequestContext
-    outcome: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    queue_ns: int
-    prefill_ns: int
-    decode_ns: int
-    post_ns: int
-    network_ns: int
-    first_token_ns: int
-    gpu_ns: int
-    finished_unix_ns: int
-    load_ns: int = 0
-    recompute_ns: int = 0
-
-    def __post_init__(self) -> None:
-        for name in (*_DURATIONS, *_COSTS, "finished_unix_ns"):
-            if not 0 <= getattr(self, name) <= _MAX_NS:
-                raise InvalidRecord(f"{name} is {getattr(self, name)}")
-        for name in _TOKENS:
-            if not 0 <= getattr(self, name) <= MAX_QUANTITY:
-                raise InvalidRecord(f"{name} is {getattr(self, name)}")
-        if self.cached_tokens > self.prompt_tokens:
-            raise InvalidRecord(f"{self.cached_tokens} cached of {self.prompt_tokens} prompt tokens")
-        if self.outcome != OUTCOME_LOST and not 100 <= self.outcome <= 599:
-            raise InvalidRecord(f"outcome is {self.outcome}")
-
-
-@dataclass(frozen=True, slots=True)
-class Booked:
-    """A record that was new in this batch. ``charges`` is empty where it is not billed, or another dispatch of the
-    request was."""
-
-    request: SettledRequest
-    charges: tuple[Charge, ...]
-
-
-class Fold(Protocol):
-    """What follows from records: sums, wallets, reports. It sees each record once, ever, in the transaction that books
-    it; so what it writes there holds exactly what the ledger holds."""
-
-    async def fold(self, session: AsyncSession, booked: Sequence[Booked]) -> None: ...
 
 
 class Ledger:

@@ -1,7 +1,7 @@
 """Tenants and prices: one small class an aggregate, bound to a session, never committing.
 
 Every read of what a tenant owns takes ``tenant_id``; what is not the caller's is absent. Keys, adapters and records
-have files of their own; their classes are importable from here.
+have files of their own.
 """
 
 import re
@@ -14,14 +14,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.adapters.repository import AdapterRepository, NewVersion
 from tenants.errors import InvalidValue, NameTaken, NotFound
-from tenants.key_repository import KeyRepository, OperatorRepository
 from tenants.limits import (
-    KEY_LIMITS,
-    KEY_SCOPES,
-    OPERATOR_SCOPES,
-    TENANT_LIMITS,
     check_anchor_day,
     check_choice,
     check_name,
@@ -29,7 +23,6 @@ from tenants.limits import (
     set_limits,
 )
 from tenants.pricing import PriceKey, RateCard
-from tenants.record_repository import RecordRepository
 from tenants.stamps import change_stamp, new_id
 from tenants.tables import (
     AdapterAlias,
@@ -43,27 +36,6 @@ from tenants.tables import (
     WebhookDelivery,
     WebhookEndpoint,
 )
-from tenants.usage.query import TimeBucket, UsageQuery, UsageRow
-from tenants.usage.repository import UsageRepository
-
-__all__ = [
-    "KEY_LIMITS",
-    "KEY_SCOPES",
-    "OPERATOR_SCOPES",
-    "TENANT_LIMITS",
-    "AdapterRepository",
-    "KeyRepository",
-    "NewVersion",
-    "OperatorRepository",
-    "RateCardRepository",
-    "RecordRepository",
-    "TenantRepository",
-    "TimeBucket",
-    "UsageQuery",
-    "UsageRepository",
-    "UsageRow",
-    "new_id",
-]
 
 _ID_PREFIX = "ten_"
 _OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint, Event)

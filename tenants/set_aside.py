@@ -2,23 +2,20 @@
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.audit_log import SERVER, AuditLog, Change
 from tenants.bulk import insert_telling
+from tenants.settled import SettledRequest
 from tenants.tables import UnbookedRecord
-
-if TYPE_CHECKING:
-    from tenants.ledger import SettledRequest
 
 UNKNOWN_RATE_CARD = "unknown_rate_card"
 _COLUMNS = ("request_id", "attempt", "tenant_id", "reason", "record", "set_aside_unix_ns")
 
 
-async def set_aside(session: AsyncSession, requests: Sequence["SettledRequest"], reason: str) -> int:
+async def set_aside(session: AsyncSession, requests: Sequence[SettledRequest], reason: str) -> int:
     """In the caller's transaction, each once for ever; how many were new. Takes the audit log's lock if there is any:
     call it last."""
     rows = sorted(_row(request, reason) for request in requests)
@@ -30,7 +27,7 @@ async def set_aside(session: AsyncSession, requests: Sequence["SettledRequest"],
     return len(new)
 
 
-def _row(request: "SettledRequest", reason: str) -> tuple:
+def _row(request: SettledRequest, reason: str) -> tuple:
     context = request.context
     record = msgspec.json.encode(request).decode()
     return context.request_id, context.attempt, context.tenant_id, reason, record, time.time_ns()

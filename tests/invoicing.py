@@ -8,10 +8,11 @@ from zoneinfo import ZoneInfo
 
 from tenants.database import Database
 from tenants.invoices.invoices import Draft, InvoiceRepository, Issued, Order
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, PriceKey, RateCard, default_prices
 from tenants.repositories import RateCardRepository, TenantRepository
+from tenants.settled import SettledRequest
 
 SECOND = 10**9
 HOUR = 3600 * SECOND

@@ -13,11 +13,12 @@ from engine import wire
 from engine.journal import Journal
 from gateway.settings import default_database
 from tenants.database import Database
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext, seal, unseal
 from tenants.pricing import default_prices
 from tenants.repositories import RateCardRepository
 from tenants.secrets import Secrets
+from tenants.settled import SettledRequest
 
 _FIELDS = [name for name in wire.UsageRecord.__struct_fields__ if name not in ("request_id", "context")]
 

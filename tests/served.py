@@ -21,7 +21,9 @@ from tests.exactness import on_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_VARIABLE = "TENORA_TEST_MODEL"  # which recipe the suites on the real model run on
-KEPT_VARIABLES = ("TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE")  # how to run it, not what
+KEPT_VARIABLES = (  # how to run it, not what
+    "TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE", "TENORA_DETERMINISTIC",
+)  # fmt: skip
 ON_GPU = {"TENORA_KV_MEMORY": str(2 << 30)}  # else the first engine takes all of the GPU, and others start beside it
 DEFAULT_MODEL = os.environ.get(MODEL_VARIABLE, "smollm2-135m")
 
@@ -85,14 +87,7 @@ class Served:
             tenant = _ok(ops.post("/tenants", json={"name": name}))
             if limits:
                 _ok(ops.patch(f"/tenants/{tenant['id']}/limits", json=limits))
-            key = _ok(ops.post(f"/tenants/{tenant['id']}/keys", json={"name": "test"}))["api_key"]
-        for _ in range(8):  # each gateway knows a new key within its poll interval; which one answers is chance
-            eventually(lambda: self._knows(key))
-        return key
-
-    def _knows(self, key: str) -> bool:
-        with self.http(key) as http:
-            return http.get("/models").status_code == 200
+            return _ok(ops.post(f"/tenants/{tenant['id']}/keys", json={"name": "test"}))["api_key"]
 
     def children(self, word: str) -> list[psutil.Process]:
         """Our own live children whose command line holds ``word``."""

@@ -4,9 +4,10 @@ import uuid
 from collections.abc import Iterable
 
 from tenants.database import Database
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
+from tenants.settled import SettledRequest
 from tenants.slo.objectives import Objective
 from tenants.slo.repository import ObjectiveRepository
 from tenants.slo.sums import SloFold

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.batch import Batch, Rows
 from engine.config import EngineConfig
-from engine.gpu.sampler import greedy
 from engine.gpu.shapes import shapes_of
 from engine.gpu.shared_prefixes import LEAST_DECODES, may_share
 from engine.models.attention import KVCache
@@ -27,6 +26,7 @@ from engine.models.lora_slots import LoraSlots
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
 from kernels.paged_attention import DecodeShape, PrefixGroup, captured_plan, fill_plan, may_capture, plan_numbers
+from kernels.sampling import highest
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.timing import timed
 from kernels.upload import spans, upload
@@ -125,7 +125,7 @@ class DecodeGraphs:
         size = len(batch.positions)
         batch = resolve(batch, self.drawn)
         logits = self._model.product_with_head(self._model.forward(batch, self._kv, self._slots, rank))
-        self.drawn[:size].copy_(greedy(logits))
+        highest(logits, self.drawn[:size])
         return logits
 
 

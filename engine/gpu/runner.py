@@ -10,7 +10,8 @@ from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
 from engine.gpu.decode_graphs import DecodeGraphs, graph_kinds, resolve
 from engine.gpu.piece_graphs import PieceGraphs
-from engine.gpu.sampler import DeviceSampler, Scores, greedy, score, to_host
+from engine.gpu.plain_torch import warn_of, without_kernel
+from engine.gpu.sampler import DeviceSampler, Scores, score, to_host
 from engine.gpu.shapes import shapes_of
 from engine.gpu.shared_prefixes import SharedPrefixes
 from engine.metering.cost import Floats
@@ -18,6 +19,7 @@ from engine.models.decoder import Decoder
 from engine.runner import SCORE_ROWS, Runner, scored_tokens
 from engine.scheduler import Chunk, ChunkResult, StepPlan
 from kernels.paged_attention import PrefixGroup
+from kernels.sampling import highest
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class CudaRunner(Runner):
         device = model.embedding.device
         super().__init__(model, config, peak_bytes_s(device))
         self._counters = self.device_counters
-        self._without_kernel = without_kernel(model)
+        self._without_kernel = without_kernel(model.config, model.embedding.dtype)
+        warn_of(self._without_kernel)
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
         self._shapes = shapes = shapes_of(config)
         assert not shapes.is_fixed or config.max_step_tokens <= shapes.tokens[-1], (config, shapes)
@@ -128,7 +131,7 @@ class CudaRunner(Runner):
             hidden = self._model.forward(resolve(batch, self._drawn), self.kv, self.slots)
         (rows,) = on_device(self._drawn.device, flat.logits_rows)
         logits = self._logits(hidden.index_select(0, rows))
-        self._drawn[: len(logits)].copy_(greedy(logits))
+        highest(logits, self._drawn[: len(logits)])
         scores = {
             index: self._scores(chunk, hidden[starts[index] : starts[index + 1]])
             for index, chunk in enumerate(plan.chunks)
@@ -139,10 +142,9 @@ class CudaRunner(Runner):
     def _count_by_hand(self, plan: StepPlan) -> None:
         """A step that is launched kernel by kernel; a fallback where a graph could have been expected."""
         self._counters.shapes["by hand"] += 1
-        if self._model.config.moe is not None:
-            self._counters.fallbacks["graph", "experts"] += 1
-        elif plan.num_tokens == len(plan.chunks):
-            self._counters.fallbacks["graph", "too_many_sequences"] += 1
+        decodes = ("too_many_sequences",) if plan.num_tokens == len(plan.chunks) else ()
+        for reason in self._without_kernel or decodes:
+            self._counters.fallbacks["graph", reason] += 1
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → logits [R, V], by a product of the shape that there is."""
@@ -167,15 +169,6 @@ class CudaRunner(Runner):
             for row, (index, sequence) in enumerate(sampling)
             if sequence.sampling.logprobs >= 0
         }
-
-
-def without_kernel(model: Decoder) -> tuple[str, ...]:
-    """Why some layers of the model run plain torch on a GPU; empty: none do."""
-    from kernels.paged_attention.triton_kernel import MAX_HEAD_BYTES
-
-    wide = model.config.attention.head_dim * model.embedding.itemsize > MAX_HEAD_BYTES
-    found = {"head_size": wide, "experts": model.config.moe is not None}
-    return tuple(reason for reason, is_so in found.items() if is_so)
 
 
 def peak_bytes_s(device: torch.device) -> float:

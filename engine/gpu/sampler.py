@@ -16,16 +16,11 @@ from torch import Tensor
 from engine.sampler import constrain, is_greedy, uniform
 from engine.sequence import Sequence
 from engine.wire import TokenLogprobs
-from kernels.sampling import Edits, SamplingRows, edit_logits, sample
+from kernels.sampling import Edits, SamplingRows, edit_logits, highest, sample
 
 _NO_LOGIT = float("-inf")
 _BELOW_1 = 1.0 - 2.0**-24
 _ALIGNED = 16  # fp32: 64 bytes
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """logits [R, V] of any float dtype → [R] int64: the lowest id with the highest logit; NaN is no logit at all."""
-    return logits.nan_to_num(nan=_NO_LOGIT, posinf=float("inf"), neginf=_NO_LOGIT).argmax(dim=-1)
 
 
 class DeviceSampler:
@@ -45,7 +40,7 @@ class DeviceSampler:
         if any(self._is_adjusted(row) for row in rows):
             logits = self._adjusted(logits, rows)
         if all(is_greedy(row.sampling) for row in rows):
-            return greedy(logits)
+            return highest(logits)
         return sample(logits, self._settings(rows))
 
     def _is_adjusted(self, row: Sequence) -> bool:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from engine.wire import Family
 
 TIMED_STEPS = 64
-FALLBACKS = (("graph", "too_many_sequences"), ("graph", "experts"), ("kernel", "head_size"), ("kernel", "experts"))
+FALLBACKS = (
+    ("graph", "too_many_sequences"),
+    *((kind, reason) for kind in ("graph", "kernel") for reason in ("head_size", "experts")),
+)
 
 
 @dataclass

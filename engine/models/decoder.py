@@ -101,14 +101,14 @@ class Layer:
     def queries(
         self, x: Tensor | None, residual: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor
     ) -> Tensor:
-        """The part before attention. x [T, H]: what ``residual`` lacks, None: nothing; it grows in place."""
+        """The part before attention. x: what ``residual`` lacks (``finish``), None: nothing; it grows in place."""
         normed = self.attention_norm(x, residual, self.attention.qkv.weight.data)
         return self.attention.queries(normed, batch, kv, lora, table)
 
     def finish(self, seen: Tensor, residual: Tensor, lora: LoraStep) -> Tensor:
-        """The part behind attention: seen [T, N_q, D] → what ``residual`` lacks then, [T, H]."""
-        x = self.attention.output(seen.flatten(1), lora)
-        return self.mlp(self.mlp_norm(x, residual, self.mlp.first_weight), lora)
+        """The part behind attention: seen [T, N_q, D] → what ``residual`` lacks then, see ``Linear.onto``."""
+        x = self.attention.output.onto(residual, seen.flatten(1), lora)
+        return self.mlp.onto(residual, self.mlp_norm(x, residual, self.mlp.first_weight), lora)
 
     def linears(self) -> tuple[Linear | MoeMlp, ...]:
         return self.attention.qkv, self.attention.output, *self.mlp.linears()

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.models.lora_slots import LoraSlots
-from kernels.lane import Lane
-from kernels.linear import LinearWeight, linear
+from kernels.linear import LinearWeight, linear, linear_parts, parts_of
 from kernels.quantised_linear import QuantisedWeight, quantised_linear
-from kernels.sgmv import LoraSlice, Low, SgmvPlan, expand, is_beside, sgmv, shrink
-
-_IN_LINE = Lane(torch.device("cpu"))
+from kernels.sgmv import LoraSlice, Low, SgmvPlan, expand, shrink
 
 
 @dataclass(frozen=True)
@@ -31,15 +28,6 @@ class LoraStep:
         if self.most_ranks:
             return self.slots.captured_slices(layer, modules, self.most_ranks)
         return self.slots.slices(layer, modules)
-
-    @property
-    def lane(self) -> Lane:
-        """Where shrink runs."""
-        return self.slots.lane if self.is_beside else _IN_LINE
-
-    @property
-    def is_beside(self) -> bool:
-        return self.plan is not None and is_beside(self.plan)
 
 
 class Linear:
@@ -69,30 +57,28 @@ class Linear:
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
         """x [T, in] → [T, out of all modules]."""
-        if lora.is_beside:
-            y, low = self.apart(x, lora)
-            if low is not None:
-                expand(y, low)
-            return y
-        y = self._product(x)
-        slices = lora.slices(self.layer, self.modules)
-        if slices:
-            assert lora.plan is not None
-            sgmv(y, x, slices, lora.plan)
+        y, low = self.apart(x, lora)
+        if low is not None:
+            expand(y, low)
         return y
+
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """What ``residual`` [T, out] lacks then: [T, out], or, where that is faster, parts [P, T, out] for its norm to
+        add up; adapters have then added theirs to ``residual`` itself."""
+        if not isinstance(self.weight, LinearWeight) or (num_parts := parts_of(x, self.weight)) == 1:
+            return self(x, lora)
+        self.num_calls += 1
+        low = self._low(x, lora)
+        if low is not None:
+            expand(residual, low)
+        return linear_parts(x, self.weight, num_parts)
 
     def apart(self, x: Tensor, lora: LoraStep) -> tuple[Tensor, Low | None]:
         """The base product [T, out], and what the adapters add to it, for who adds that on his way."""
-        slices = lora.slices(self.layer, self.modules)
-        if not slices:
-            return self._product(x), None
-        assert lora.plan is not None
-        with lora.lane.fork():  # before the product, whose programs leave no room
-            low = shrink(x, slices, lora.plan)
-        y = self._product(x)
-        lora.lane.join()
-        return y, low
-
-    def _product(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        return self._multiply(x)
+        low = self._low(x, lora)
+        return self._multiply(x), low
+
+    def _low(self, x: Tensor, lora: LoraStep) -> Low | None:
+        slices = lora.slices(self.layer, self.modules)
+        return shrink(x, slices, lora.plan) if lora.plan is not None and slices else None

@@ -11,7 +11,6 @@ from engine.errors import InvalidAdapter
 from engine.memory import lazy_zeros
 from engine.models.config import ModelConfig, module_sizes
 from engine.weights.adapter import AdapterWeights, LoraPair
-from kernels.lane import Lane
 from kernels.sgmv import RANK_MULTIPLE, LoraSlice
 
 Place = tuple[int, str]  # layer and module
@@ -40,7 +39,7 @@ class LoraSlots:
     the scale folded into B. A free slot and the ranks past a slot's own are all zero. A module's memory is allocated
     when the first adapter with that module arrives; ``is_static`` (by default on a GPU, where graphs remember
     addresses): all of it at once, with a table of the true ranks beside it, in which one more slot, number
-    ``num_slots``, stays empty. ``lane``: for products with A beside those with base weights.
+    ``num_slots``, stays empty.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class LoraSlots:
         self._sizes = module_sizes(config)
         self._num_layers = config.num_layers
         self._like = like  # dtype and device
-        self.lane = Lane(like.device)
         self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
         self._lora_ranks: dict[Place, list[int]] = {}
         self._slices: dict[tuple[int, tuple[str, ...]], list[LoraSlice]] = {}

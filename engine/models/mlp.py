@@ -14,8 +14,15 @@ class GatedMlp:
         self.down = down
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
+        return self.down(self._inner(x, lora), lora)
+
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """As of its last product: ``Linear.onto``."""
+        return self.down.onto(residual, self._inner(x, lora), lora)
+
+    def _inner(self, x: Tensor, lora: LoraStep) -> Tensor:
         gate_up, low = self.gate_up.apart(x, lora)
-        return self.down(silu_mul(gate_up, self.down.weight.data, low), lora)
+        return silu_mul(gate_up, self.down.weight.data, low)
 
     @property
     def first_weight(self) -> Tensor:

@@ -57,6 +57,10 @@ class MoeMlp:
         y = combine(grouped_linear(inner, self.down, plan), topk_weights, plan)
         return y if self.shared is None else y + self.shared(x, lora)
 
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """What ``residual`` lacks then, [T, H]."""
+        return self(x, lora)
+
     @property
     def first_weight(self) -> Tensor | None:
         """None: which weights are read is chosen first."""

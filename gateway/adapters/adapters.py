@@ -21,11 +21,11 @@ from gateway.models import Catalog, ServedModel
 from gateway.resources import Residency
 from gateway.targets import ADAPTER_NAME, Targets
 from tenants.adapters.blobs import BlobStore
+from tenants.adapters.repository import AdapterRepository, NewVersion
 from tenants.database import Database
 from tenants.directory import Principal
 from tenants.errors import LimitExceeded, NotFound, VersionConflict
 from tenants.events import emit
-from tenants.repositories import AdapterRepository, NewVersion
 from tenants.tables import AdapterVersion
 
 RESIDENCY_TIMEOUT_S = 1.0

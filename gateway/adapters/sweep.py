@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from engine.client import EngineClient, EngineLost
 from gateway.adapters.adapters import Adapters
+from tenants.adapters.repository import AdapterRepository
 from tenants.adapters.staged import StagedUploads
-from tenants.repositories import AdapterRepository
 
 SWEEP_S = 300.0
 STALE_S = 3600.0  # longer than any upload takes from its last byte to its row

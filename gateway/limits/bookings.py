@@ -10,9 +10,9 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from gateway.limits.limiter import Limiter
 from tenants.directory import Directory
-from tenants.ledger import Booked
 from tenants.quota.budgets import Spend
 from tenants.quota.quota import Reservation
+from tenants.settled import Booked
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from gateway.errors import ApiError
 from gateway.parts import Parts, parts_of, principal_of
 from gateway.resources import Listed, ModelBody
 from gateway.targets import Target
-from tenants.repositories import AdapterRepository
+from tenants.adapters.repository import AdapterRepository
 from tenants.tables import AdapterVersion
 
 

@@ -26,14 +26,10 @@ from tenants.audit_log import SERVER, AuditLog, Change
 from tenants.database import Database
 from tenants.directory import Directory, bump_epoch
 from tenants.errors import TenantsError
+from tenants.key_repository import KeyRepository, OperatorRepository
+from tenants.limits import OPERATOR_SCOPES
 from tenants.pricing import default_prices
-from tenants.repositories import (
-    OPERATOR_SCOPES,
-    KeyRepository,
-    OperatorRepository,
-    RateCardRepository,
-    TenantRepository,
-)
+from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
 from tenants.tables import Tenant
 

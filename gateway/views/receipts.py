@@ -3,7 +3,8 @@
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from gateway.resources import Receipt, ReceiptAdapter, ReceiptPhases, ReceiptPrice, ReceiptTokens, State
-from tenants.repositories import AdapterRepository, RecordRepository
+from tenants.adapters.repository import AdapterRepository
+from tenants.record_repository import RecordRepository
 from tenants.tables import AdapterVersion, RequestRecord
 
 PICOUSD_DIGITS = 12

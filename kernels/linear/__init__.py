@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import onednn, reference
+from kernels.tiles import tiles
 from kernels.timing import timed
 
 
@@ -36,6 +37,29 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     assert x.shape[-1] == weight.in_size, (x.shape, weight.in_size)
     compute = onednn.linear if weight.is_packed else reference.linear
     return compute(x, weight.data, weight.bias)
+
+
+@timed("linear")
+def linear_parts(x: Tensor, weight: LinearWeight, num_parts: int) -> Tensor:
+    """x [T, in] → [P, T, out] fp32, whose sum over P is ``linear`` without a bias: one of each of P equal parts of the
+    inputs. For ``add_rms_norm`` to add up; see ``parts_of``."""
+    (num_rows, size_in), size_out = x.shape, weight.out_size
+    parts = x.view(num_rows, num_parts, size_in // num_parts).transpose(0, 1)
+    columns = weight.data.view(size_out, num_parts, size_in // num_parts).permute(1, 2, 0)
+    return torch.bmm(parts, columns, out_dtype=torch.float32)
+
+
+def parts_of(x: Tensor, weight: LinearWeight) -> int:
+    """Into how many parts a product had better be cut; 1: left whole.
+
+    A product of few rows has too few tiles for a GPU, so the library cuts it anyway, and adds up by a launch of its own
+    that can be spared. By the tables; a CPU never does.
+    """
+    if not x.is_cuda or weight.bias is not None:
+        return 1
+    sizes = {"tokens": x.shape[0], "size_in": weight.in_size, "size_out": weight.out_size}
+    num_parts = tiles("linear_parts", x.device, **sizes)["parts"]
+    return num_parts if weight.in_size % (64 * num_parts) == 0 else 1
 
 
 def _may_be_packed(weight: Tensor) -> bool:

@@ -9,6 +9,7 @@ from kernels.paged_attention.plan import AttentionPlan, PrefixGroup, plan_attent
 from kernels.timing import timed
 
 __all__ = [
+    "MAX_HEAD_BYTES",
     "MIN_MEMBERS",
     "MIN_TOKENS",
     "AttentionPlan",
@@ -23,6 +24,8 @@ __all__ = [
     "plan_attention",
     "plan_numbers",
 ]
+
+MAX_HEAD_BYTES = 512  # of the Triton kernel: of 128 rows of fp32 and head size 256 shared memory has no room
 
 
 @timed("attention")
@@ -47,6 +50,6 @@ def paged_attention(
     if queries.is_cuda:
         from kernels.paged_attention import triton_kernel
 
-        if queries.shape[2] * queries.element_size() <= triton_kernel.MAX_HEAD_BYTES:
+        if queries.shape[2] * queries.element_size() <= MAX_HEAD_BYTES:
             return triton_kernel.paged_attention(queries, key_cache, value_cache, plan, scale)
     return reference.paged_attention(queries, key_cache, value_cache, plan, scale)

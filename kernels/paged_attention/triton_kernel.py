@@ -17,8 +17,6 @@ from kernels.paged_attention.plan import AttentionPlan
 from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
 from kernels.tiles import is_early, power_of_2, tiles
 
-MAX_HEAD_BYTES = 512  # of shared memory: 128 rows of fp32 and head size 256 do not fit
-
 
 @triton.jit
 def _attend_rows(
@@ -328,7 +326,7 @@ def _launch(
     num_items = len(launch.items) if launch.count is None else launch.num_programs
     grid = (num_items * plan.num_kv_heads,) if launch.is_split else (num_items, plan.num_kv_heads)
     kernel = "attend_group" if launch.is_group else "attend_split" if launch.is_split else "attend_chunk"
-    row = tiles(kernel, out.device, head_bytes=head_dim * queries.element_size())
+    row = tiles(kernel, out.device, head_bytes=head_dim * queries.element_size(), rows=launch.block_m)
     is_last = launch is work.launches[-1]
     waits = is_early("attend", out.device)
     _attend[grid](

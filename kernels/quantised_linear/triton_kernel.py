@@ -14,6 +14,54 @@ from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear.reference import BLOCK
 from kernels.tiles import power_of_2, tiles
 
+# two numbers of int8, each behind 0x43: as bf16 128 plus the lower seven bits, minus 128 plus the eighth bit's 128
+PAIR_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, low;
+    cvt.u32.u16 pair, $2;
+    prmt.b32 pair, pair, 0x43434343, 0x4140;
+    and.b32 low, pair, 0xff7fff7f;
+    and.b32 pair, pair, 0xff80ff80;
+    sub.rn.bf16x2 pair, low, pair;
+    mov.b32 {$0, $1}, pair;
+}""")
+
+
+@triton.jit
+def _wide(
+    p_weight,
+    o_out,
+    m_out,
+    first,
+    SIZE_IN: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_K] of the weight from column ``first`` on, its numbers as they are. IN_PAIRS: the weight is int8
+    and read two numbers at a time; as bytes each is taken out of what a thread loads, and put back into pairs."""
+    if IN_PAIRS:
+        o_pairs = first // 2 + tl.arange(0, BLOCK_K // 2)
+        m_pairs = o_pairs < SIZE_IN // 2 if SIZE_IN % PART else tl.full((BLOCK_K // 2,), True, tl.int1)
+        b_pairs = tl.load(
+            p_weight + (o_out * (SIZE_IN // 2))[:, None] + o_pairs[None, :],
+            mask=m_out[:, None] & m_pairs[None, :],
+            other=0,
+        )
+        b_even, b_odd = tl.inline_asm_elementwise(
+            PAIR_TO_BF16, "=h,=h,h", [b_pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+        )
+        b_wide = tl.join(b_even, b_odd).reshape(BLOCK_N, BLOCK_K)
+    else:
+        o_in = first + tl.arange(0, BLOCK_K)
+        m_in = o_in < SIZE_IN if SIZE_IN % PART else tl.full((BLOCK_K,), True, tl.int1)
+        b_weight = tl.load(
+            p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
+        )
+        b_wide = b_weight.to(tl.float32).to(dtype)  # fp8 straight to bf16 takes longer (measured)
+    return b_wide
+
 
 @triton.jit
 def _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr):
@@ -44,7 +92,7 @@ def _multiply(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
 ):
     """PART: columns of the weight of one program, whole blocks; no part begins past the last column. SCALED: rows and
     columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
@@ -60,19 +108,16 @@ def _multiply(
         first = i_part * PART + i_step
         o_in = first + tl.arange(0, BLOCK_K)
         m_in = o_in < SIZE_IN if SIZE_IN % PART else tl.full((BLOCK_K,), True, tl.int1)
-        b_weight = tl.load(
-            p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
-        )
         b_x = tl.load(
             p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0
         )
-        b_wide = b_weight.to(tl.float32).to(b_x.dtype)  # fp8 straight to bf16 takes longer (measured)
+        b_wide = _wide(p_weight, o_out, m_out, first, SIZE_IN, PART, BLOCK_N, BLOCK_K, IN_PAIRS, p_x.dtype.element_ty)
         if SCALED:
             p_scale = p_scales + o_out // SCALED * ((SIZE_IN + SCALED - 1) // SCALED) + first // SCALED
             b_scale = tl.load(p_scale, mask=m_out & (first < SIZE_IN), other=0.0)
-            b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision=PRECISION) * b_scale[:, None]
+            b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision="ieee") * b_scale[:, None]
         else:
-            b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision=PRECISION)
+            b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision="ieee")
     if not IS_SPLIT:
         b_sum = _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED, HAS_BIAS)
     p_own = p_out + ((i_part * num_rows + i_rows) * SIZE_OUT)[None, :] + o_out[:, None]
@@ -116,7 +161,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
         return out
     row = tiles("quantised_linear", x.device, tokens=num_rows, out=size_out, blocked=weight.is_blocked)
     block_k = min(row["block_k"], BLOCK) if weight.is_blocked else row["block_k"]
-    part = -(-size_in // (row["parts"] * block_k)) * block_k
+    part = _part(row, num_rows, (size_out, size_in), block_k)
     num_parts = -(-size_in // part)
     if num_parts == 1:
         _launch(x, weight, row, (part, block_k), out)
@@ -143,15 +188,25 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     return out
 
 
+def _part(row: dict[str, int], num_rows: int, sizes: tuple[int, int], block_k: int) -> int:
+    """Columns of a part: as many parts as make the programs that the row asks for, of four blocks and more."""
+    size_out, size_in = sizes
+    num_tiles = triton.cdiv(num_rows, row["block_m"]) * triton.cdiv(size_out, row["block_n"])
+    parts = max(1, min(row["programs"] // num_tiles, size_in // (4 * block_k)))
+    return triton.cdiv(size_in, parts * block_k) * block_k
+
+
 def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tuple[int, int], out: Tensor) -> None:
     """``steps``: columns of a part and of a block; several parts are told apart in ``out``."""
     part, block_k = steps
     num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
     num_parts = triton.cdiv(size_in, part)
     block_m = min(max(16, power_of_2(num_rows)), row["block_m"])
+    is_int8 = weight.data.dtype == torch.int8
+    in_pairs = bool(row["pairs"]) and is_int8 and x.dtype == torch.bfloat16 and size_in % 2 == 0
     _multiply[(triton.cdiv(num_rows, block_m), triton.cdiv(size_out, row["block_n"]), num_parts)](
         x,
-        weight.data,
+        weight.data.view(torch.int16) if in_pairs else weight.data,
         weight.scales,
         weight.scales if weight.bias is None else weight.bias,
         out,
@@ -167,7 +222,7 @@ def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tupl
         HAS_BIAS=weight.bias is not None,
         IS_SPLIT=num_parts > 1,
         PDL=num_parts > 1 and bool(row["pdl"]),
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        IN_PAIRS=in_pairs,
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
     )

@@ -24,11 +24,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None =
 
 @timed("norm")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, next_weight: Tensor | None = None) -> Tensor:
-    """Adds x to ``residual`` in place, rounded to its dtype, and gives ``rms_norm`` of the sum. Both [T, H]."""
-    assert x.shape == residual.shape, (x.shape, residual.shape)
+    """Adds x to ``residual`` in place, rounded to its dtype, and gives ``rms_norm`` of the sum. Both [T, H].
+
+    x [P, T, H] fp32: parts (``linear_parts``) that are added up in their order and rounded first. ``next_weight``
+    [out, in]: see kernels/prefetch.
+    """
+    assert x.shape[-2:] == residual.shape, (x.shape, residual.shape)
     assert x.shape[-1] == weight.shape[0], (x.shape, weight.shape)
     if x.is_cuda:
         from kernels.rms_norm import triton_kernel
 
-        return triton_kernel.rms_norm(x, weight, eps, residual, prefetch_beside("norm", next_weight, len(x)))
-    return reference.rms_norm(residual.add_(x), weight, eps)
+        return triton_kernel.rms_norm(x, weight, eps, residual, prefetch_beside("norm", next_weight, len(residual)))
+    return reference.rms_norm(residual.add_(reference.whole(x, residual)), weight, eps)

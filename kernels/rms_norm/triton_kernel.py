@@ -21,6 +21,7 @@ def _rms_norm(
     num_inner,
     stride_outer,
     stride_inner,
+    stride_part,
     eps,
     p_next,
     num_pieces,
@@ -31,9 +32,13 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Row i is x[i // num_inner, i % num_inner]; residual and out are contiguous."""
+    """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_program = tl.program_id(0).to(tl.int64)
     if PIECE_BYTES:
         num_own = tl.cdiv(num_rows, ROWS)
@@ -49,7 +54,12 @@ def _rms_norm(
     mask = (i_rows < num_rows)[:, None] & m_size[None, :]
     o_x = (i_rows // num_inner) * stride_outer + (i_rows % num_inner) * stride_inner
     o_out = i_rows[:, None] * SIZE + o_size[None, :]
-    b_x = tl.load(p_x + o_x[:, None] + o_size[None, :], mask=mask, other=0.0)
+    p_own = p_x + o_x[:, None] + o_size[None, :]
+    b_x = tl.load(p_own, mask=mask, other=0.0)
+    for _ in tl.static_range(1, PARTS):
+        p_own += stride_part
+        b_x += tl.load(p_own, mask=mask, other=0.0)
+    b_x = b_x.to(p_out.dtype.element_ty)
     if ADDS:
         b_x = (b_x.to(tl.float32) + tl.load(p_residual + o_out, mask=mask, other=0.0).to(tl.float32)).to(b_x.dtype)
         tl.store(p_residual + o_out, b_x, mask=mask)
@@ -63,13 +73,17 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, prefetch: Prefetch | None = None
 ) -> Tensor:
-    """See the package; x [T, H] or [T, N, H], of which only the last dimension must be dense."""
+    """See the package; x [T, H] or [T, N, H], with ``residual`` [T, H] or [P, T, H] to be added up, of which only the
+    last dimension must be dense."""
     assert x.stride(-1) == 1, x.stride()
     assert x.dim() in {2, 3}, x.shape
-    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape), x.shape
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape[-2:]), x.shape
+    has_parts = residual is not None and x.dim() == 3
+    num_parts, stride_part, one = (len(x), x.stride(0), x[0]) if has_parts else (1, 0, x)
     size = x.shape[-1]
-    num_rows = x.numel() // size
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows = one.numel() // size
+    like = one if residual is None else residual
+    out = torch.empty(one.shape, dtype=like.dtype, device=x.device)
     block = power_of_2(size)
     rows = max(1, 1024 // block)
     num_warps = tiles("rms_norm", x.device, size=block)["num_warps"]
@@ -81,14 +95,17 @@ def rms_norm(
             weight,
             out,
             num_rows,
-            x.shape[1] if x.dim() == 3 else 1,
-            x.stride(0),
-            x.stride(1) if x.dim() == 3 else 0,
+            one.shape[1] if one.dim() == 3 else 1,
+            one.stride(0),
+            one.stride(1) if one.dim() == 3 else 0,
+            stride_part,
             eps,
             SIZE=size,
             BLOCK=block,
             ROWS=rows,
             ADDS=residual is not None,
+            PARTS=num_parts,
+            TRIGGERS=is_early("shrink", x.device),
             PDL=pdl,
             num_warps=num_warps,
             **arguments(prefetch, weight, num_warps),

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.sampling import reference
 from kernels.timing import timed
 
-__all__ = ["Edits", "SamplingRows", "edit_logits", "sample"]
+__all__ = ["Edits", "SamplingRows", "edit_logits", "highest", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,23 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
         triton_kernel.edit_logits(logits, edits)
         return
     reference.edit_logits(logits, edits)
+
+
+@timed("sampling")
+def highest(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """logits [R, V] of any float dtype → tokens [R] int64, into ``out`` if given: the lowest id of the highest logit;
+    NaN is no logit at all."""
+    assert logits.stride(1) == 1, logits.stride()
+    found = torch.empty(len(logits), dtype=torch.int64, device=logits.device) if out is None else out
+    assert found.shape == logits.shape[:1], (found.shape, logits.shape)
+    assert found.is_contiguous(), found.stride()
+    if logits.is_cuda:
+        from kernels.sampling import triton_kernel
+
+        triton_kernel.highest(logits, found)
+    else:
+        reference.highest(logits, found)
+    return found
 
 
 @timed("sampling")

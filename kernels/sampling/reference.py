@@ -20,6 +20,11 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
     logits[places] = torch.where(biased > 0, biased / repetition, biased * repetition) - edits.minus[kept]
 
 
+def highest(logits: Tensor, out: Tensor) -> None:
+    known = torch.where(logits.isnan(), -math.inf, logits)
+    out.copy_(known.argmax(dim=-1))
+
+
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     known = torch.where(logits.isnan(), -math.inf, logits)
     columns = (rows.temperatures, rows.top_ks, rows.top_ps, rows.min_ps, rows.numbers)

@@ -30,7 +30,7 @@ def _value(key):
 
 @triton.jit
 def _scaled(p_row, o_ids, size, temperature):
-    b_logits = tl.load(p_row + o_ids, mask=o_ids < size, other=float("-inf"))
+    b_logits = tl.load(p_row + o_ids, mask=o_ids < size, other=float("-inf")).to(tl.float32)
     return tl.where(b_logits != b_logits, float("-inf"), b_logits) / temperature  # noqa: PLR0124
 
 
@@ -95,14 +95,16 @@ def _draw(p_row, size, temperature, best, threshold, most_equal, mark, BLOCK: tl
 
 
 @triton.jit
-def _best(p_row, size, BLOCK: tl.constexpr):
-    """The highest logit and its lowest id."""
+def _best(p_row, size, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The highest logit and its lowest id; AT_ONCE blocks are on their way from memory together."""
     b_best = tl.full((BLOCK,), float("-inf"), tl.float32)
     b_ids = tl.arange(0, BLOCK)
-    for first in range(0, size, BLOCK):
-        b_logits = _scaled(p_row, first + tl.arange(0, BLOCK), size, 1.0)
-        b_ids = tl.where(b_logits > b_best, first + tl.arange(0, BLOCK), b_ids)
-        b_best = tl.maximum(b_best, b_logits)
+    for first in range(0, size, BLOCK * AT_ONCE):
+        for i_block in tl.static_range(AT_ONCE):
+            o_ids = first + i_block * BLOCK + tl.arange(0, BLOCK)
+            b_logits = _scaled(p_row, o_ids, size, 1.0)
+            b_ids = tl.where(b_logits > b_best, o_ids, b_ids)
+            b_best = tl.maximum(b_best, b_logits)
     best = tl.max(b_best, 0)
     return best, tl.min(tl.where(b_best == best, b_ids, size), 0)
 
@@ -123,7 +125,7 @@ def _sample(
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + i_row * stride_row
     temperature = tl.load(p_temperatures + i_row)
-    best, i_best = _best(p_row, size, BLOCK)
+    best, i_best = _best(p_row, size, BLOCK, 1)
     tl.store(p_tokens + i_row, i_best.to(tl.int64))
     if (temperature <= 0.0) | (tl.abs(best) == float("inf")):
         return
@@ -158,6 +160,13 @@ def _sample(
 
 
 @triton.jit
+def _highest(p_logits, p_tokens, stride_row, size, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    _, i_best = _best(p_logits + i_row * stride_row, size, BLOCK, AT_ONCE)
+    tl.store(p_tokens + i_row, i_best.to(tl.int64))
+
+
+@triton.jit
 def _edit(p_logits, p_rows, p_tokens, p_biases, p_repetitions, p_minus, num_edits, stride_row, BLOCK: tl.constexpr):
     o_edits = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o_edits < num_edits
@@ -185,6 +194,21 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
             num_edits,
             logits.stride(0),
             BLOCK=block,
+        )
+
+
+def highest(logits: Tensor, out: Tensor) -> None:
+    """See the package."""
+    row = tiles("highest", logits.device, tokens=len(out))
+    if len(out):
+        _highest[(len(out),)](
+            logits,
+            out,
+            logits.stride(0),
+            logits.shape[1],
+            BLOCK=row["block"],
+            AT_ONCE=row["at_once"],
+            num_warps=row["num_warps"],
         )
 
 

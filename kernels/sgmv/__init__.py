@@ -7,7 +7,6 @@ from torch import Tensor
 from kernels.sgmv import reference
 from kernels.sgmv.low import LoraSlice, Low, PartialLow, TiledLow
 from kernels.sgmv.plan import RANK_MULTIPLE, SgmvPlan, plan_sgmv
-from kernels.tiles import tiles
 from kernels.timing import timed
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "SgmvPlan",
     "TiledLow",
     "expand",
-    "is_beside",
     "plan_sgmv",
     "sgmv",
     "shrink",
@@ -31,25 +29,22 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
 
     x [T, in], y [T, columns]. Rows without a slot and slices that a slot lacks stay bit by bit as they are; memory
     of other slots is not read. Both products are fp32, the sum is rounded to y's dtype once. On a CPU a row's
-    bits depend on that row and its slot only. The same as ``shrink`` and ``expand``, on a GPU closer together.
+    bits depend on that row and its slot only.
     """
-    _check_input(x, slices, plan)
-    _check_output(y, slices, plan.num_rows)
-    if x.is_cuda:
-        from kernels.sgmv import triton_kernel
-
-        triton_kernel.sgmv(y, x, slices, plan)
-        return
-    low = reference.shrink(x, slices, plan)
+    low = shrink(x, slices, plan)
     if low is not None:
-        reference.expand(y, low)
+        expand(y, low)
 
 
 @timed("lora")
 def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> Low | None:
-    """x · aᵀ of ``sgmv``, for ``expand`` or ``silu_mul`` to add; None where no row has anything to add. It may run
-    beside what computes y (kernels/lane.py)."""
-    _check_input(x, slices, plan)
+    """x · aᵀ of ``sgmv``, for ``expand`` or ``silu_mul`` to add; None where no row has anything to add. It needs no y:
+    on a GPU it had better come before the product that makes y, since expand begins while that one ends."""
+    assert x.shape[0] == plan.num_rows, (x.shape, plan.num_rows)
+    for part in slices:
+        assert part.a.shape[:2] == part.b.shape[:2], (part.a.shape, part.b.shape)
+        assert part.a.shape[1] % RANK_MULTIPLE == 0, part.a.shape
+        assert part.a.shape[2] == x.shape[1], (part.a.shape, x.shape)
     if x.is_cuda:
         from kernels.sgmv import triton_kernel
 
@@ -60,29 +55,13 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> Low | None
 @timed("lora")
 def expand(y: Tensor, low: Low) -> None:
     """Adds low · b of ``sgmv`` to y, in place."""
+    slices = [part for part, _, _ in low.products] if isinstance(low, TiledLow) else low.slices
+    for part in slices:
+        assert part.start + part.b.shape[2] <= y.shape[1], (part.start, part.b.shape, y.shape)
     if isinstance(low, PartialLow):
         from kernels.sgmv import triton_kernel
 
-        _check_output(y, low.slices, len(low.segments.rows))
+        assert y.shape[0] == len(low.segments.rows), (y.shape, len(low.segments.rows))
         triton_kernel.expand(y, low)
         return
     reference.expand(y, low)
-
-
-def is_beside(plan: SgmvPlan) -> bool:
-    """Whether shrink pays in a lane of its own, beside the product that it does not need; by the tables."""
-    return bool(tiles("sgmv_lane", plan.device, tokens=plan.num_rows)["beside"])
-
-
-def _check_input(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
-    assert x.shape[0] == plan.num_rows, (x.shape, plan.num_rows)
-    for part in slices:
-        assert part.a.shape[:2] == part.b.shape[:2], (part.a.shape, part.b.shape)
-        assert part.a.shape[1] % RANK_MULTIPLE == 0, part.a.shape
-        assert part.a.shape[2] == x.shape[1], (part.a.shape, x.shape)
-
-
-def _check_output(y: Tensor, slices: Sequence[LoraSlice], num_rows: int) -> None:
-    assert y.shape[0] == num_rows, (y.shape, num_rows)
-    for part in slices:
-        assert part.start + part.b.shape[2] <= y.shape[1], (part.start, part.b.shape, y.shape)

@@ -19,7 +19,7 @@ from kernels.sgmv import triton_vector
 from kernels.sgmv.low import LoraSlice, PartialLow
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.triton_vector import tile_of_b
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import early, power_of_2, tiles
 
 _COLUMNS = 8  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
 
@@ -40,12 +40,15 @@ def _shrink(
     BLOCK_R: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """partials [slices, SPLIT, num_rows, BLOCK_R] fp32 by sorted row; a slot's own ranks are written, rounded up to
     a multiple of 8 with zeros, so that expand may load vectors."""
-    if PDL:
+    if TRIGGERS:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     i_slice = tl.program_id(0).to(tl.int64)  # the slices of a segment run together, since they read the same rows
     i_segment = tl.program_id(1).to(tl.int64)
     i_split = tl.program_id(2).to(tl.int64)
@@ -126,6 +129,8 @@ def _expand(
     p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
     lora_rank = tl.load(p_ranks + i_slot)
     if (lora_rank == 0) | (num_own == 0) | (i_column >= tl.load(p_slice + 4)):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
 
     o_rows = tl.arange(0, BLOCK_M)
@@ -133,26 +138,19 @@ def _expand(
     i_rows = tl.load(p_rows + first_row + o_rows, mask=m_rows, other=0).to(tl.int64)
     o_out = i_column + tl.arange(0, BLOCK_N)
     _, b_b, size_out = tile_of_b(p_slice, p_y, i_slot, lora_rank, o_out, BLOCK_R, ALIGNED)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     p_own = p_y + (i_rows * stride_y)[:, None] + (start + o_out)[None, :]
     m_own = m_rows[:, None] & (o_out < size_out)[None, :]
     b_y = tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     i_low = ((i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row)[:, None] + o_rows[None, :]
     m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]
     b_y = add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R, PRECISION)
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_own)
 
 
-def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> None:
-    """See the package; a, b, x and y have one dtype."""
-    low = shrink(x, slices, plan, in_line=True)
-    if low is not None:
-        expand(y, low, in_line=True)
-
-
-def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, *, in_line: bool = False) -> PartialLow | None:
-    """See the package. ``in_line``: expand is the stream's next launch, and may begin while this one runs."""
+def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> PartialLow | None:
+    """See the package; a, b and x have one dtype."""
     for part in slices:
         assert part.a.dtype == part.b.dtype == x.dtype, (part.a.dtype, part.b.dtype, x.dtype)
         assert part.a.is_contiguous(), part.a.stride()
@@ -164,23 +162,22 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, *, in_line: b
         return None
     table = _slice_table(tuple(map(_slice_row, slices)), x.device)
     if plan.is_sparse(tiles("sgmv_form", x.device, tokens=plan.num_rows)["rows_of_slot"]):
-        return triton_vector.shrink(x, slices, plan.segments(1), table, lora_rank, in_line=in_line)
-    return _shrink_segments(x, slices, plan, table, lora_rank, in_line=in_line)
+        return triton_vector.shrink(x, slices, plan.segments(1), table, lora_rank)
+    return _shrink_segments(x, slices, plan, table, lora_rank)
 
 
-def expand(y: Tensor, low: PartialLow, *, in_line: bool = False) -> None:
-    """See the package. ``in_line``: shrink was the launch of this stream just before, so that this one may begin while
-    it runs. What stands between them would not be waited for."""
+def expand(y: Tensor, low: PartialLow) -> None:
+    """See the package; y has the dtype of x."""
     assert y.dtype == low.slices[0].b.dtype, (y.dtype, low.slices[0].b.dtype)
     assert y.stride(1) == 1, y.stride()
     if low.segment_rows == 1:
-        triton_vector.expand(y, low, in_line=in_line)
+        triton_vector.expand(y, low)
     else:
-        _expand_segments(y, low, in_line=in_line)
+        _expand_segments(y, low)
 
 
 def _shrink_segments(
-    x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int, *, in_line: bool
+    x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int
 ) -> PartialLow:
     row = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
     segments = plan.segments(row["block_m"])
@@ -201,17 +198,17 @@ def _shrink_segments(
         BLOCK_R=block_r,
         COLUMNS=_COLUMNS,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PDL=in_line and bool(_expand_row(x, num_rows, lora_rank)["pdl"]),
+        TRIGGERS=bool(_expand_row(x, num_rows, lora_rank)["pdl"]),
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
+        **early("shrink", x.device),
     )
     return PartialLow(tuple(slices), segments, row["block_m"], table, lora_rank, partials)
 
 
-def _expand_segments(y: Tensor, low: PartialLow, *, in_line: bool) -> None:
+def _expand_segments(y: Tensor, low: PartialLow) -> None:
     num_slices, split, num_rows, block_r = low.partials.shape
     row = _expand_row(y, num_rows, low.lora_rank)
-    is_dependent = in_line and bool(row["pdl"])
     most = max(part.b.shape[2] for part in low.slices)
     _expand[(triton.cdiv(most, row["block_n"]), low.segments.num_owned, num_slices)](
         y,
@@ -228,10 +225,10 @@ def _expand_segments(y: Tensor, low: PartialLow, *, in_line: bool) -> None:
         COLUMNS=_COLUMNS,
         ALIGNED=low.is_aligned,
         PRECISION="tf32x3" if y.dtype == torch.float32 else "tf32",
-        PDL=is_dependent,
+        PDL=bool(row["pdl"]),
         num_warps=row["num_warps"],
         num_stages=1,
-        **({"launch_pdl": True} if is_dependent else {}),
+        **({"launch_pdl": True} if row["pdl"] else {}),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.sgmv.low import LoraSlice, PartialLow
 from kernels.sgmv.plan import Segments
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import early, power_of_2, tiles
 
 RANKS = 16  # of a tile
 
@@ -39,10 +39,11 @@ def _shrink(
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """partials [slices, SPLIT, num_rows, MAX_RANK] fp32 by sorted row; whole tiles of ranks are written."""
-    if PDL:
+    if TRIGGERS:
         tl.extra.cuda.gdc_launch_dependents()
     i_part = tl.program_id(0).to(tl.int64)
     i_split = i_part % SPLIT
@@ -56,16 +57,18 @@ def _shrink(
     p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty)), 16)  # bytes
     p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
     num_ranks = tl.load(p_slice + 5)
-    if num_own == 0:
-        return
     lora_rank = tl.load(p_ranks + i_slot)
-    if i_ranks >= lora_rank:
+    if (num_own == 0) | (i_ranks >= lora_rank):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     o_ranks = i_ranks + tl.arange(0, RANKS)
     o_in = i_split * BLOCK_K + tl.arange(0, BLOCK_K)
     m_in = o_in < SIZE_IN if SIZE_IN % BLOCK_K else tl.full((BLOCK_K,), True, tl.int1)
     p_tile = p_a + ((i_slot * num_ranks + o_ranks) * SIZE_IN)[:, None] + o_in[None, :]
     b_a = tl.load(p_tile, mask=(o_ranks < lora_rank)[:, None] & m_in[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     b_x = tl.load(p_x + i_row * stride_x + o_in, mask=m_in, other=0.0)
     b_low = tl.sum(b_a.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
     i_out = (i_slice * SPLIT + i_split) * num_rows + i_place
@@ -133,18 +136,18 @@ def _expand(
     start = tl.load(p_slice + 3)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-    if (num_own == 0) | (i_column >= tl.load(p_slice + 4)):
-        return
     lora_rank = tl.load(p_ranks + i_slot)
-    if lora_rank == 0:
+    if (num_own == 0) | (lora_rank == 0) | (i_column >= tl.load(p_slice + 4)):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     o_out = i_column + tl.arange(0, BLOCK_N)
     p_tile, b_b, size_out = tile_of_b(p_slice, p_y, i_slot, lora_rank, o_out, RANKS, ALIGNED)
     m_out = o_out < size_out
-    p_own = p_y + i_row * stride_y + start + o_out
-    b_y = tl.load(p_own, mask=m_out, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    p_own = p_y + i_row * stride_y + start + o_out
+    b_y = tl.load(p_own, mask=m_out, other=0.0).to(tl.float32)
     o_splits = tl.arange(0, SPLITS)
     i_low = (i_slice * SPLIT + o_splits) * num_rows + i_place
     m_low = o_splits < SPLIT
@@ -152,11 +155,9 @@ def _expand(
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_out)
 
 
-def shrink(
-    x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int, *, in_line: bool
-) -> PartialLow:
+def shrink(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int) -> PartialLow:
     """See the package; ``table`` has the slices' rows, no rank in use is above ``lora_rank``, and every segment has one
-    row: the first of the rows is the first segment's, and so on. ``in_line``: expand is the stream's next launch."""
+    row: the first of the rows is the first segment's, and so on."""
     max_rank = max(RANKS, power_of_2(lora_rank))
     (num_rows, size_in), itemsize = x.shape, x.element_size()
     row = tiles("sgmv_vector", x.device, tokens=num_rows, rank=max_rank)
@@ -177,18 +178,18 @@ def shrink(
         RANKS=RANKS,
         MAX_RANK=max_rank,
         COLUMNS=table.shape[1],
-        PDL=in_line and bool(row["pdl"]),
+        TRIGGERS=bool(row["pdl"]),
         num_warps=row["shrink_warps"],
+        **early("shrink", x.device),
     )
     return PartialLow(tuple(slices), segments, 1, table, lora_rank, partials)
 
 
-def expand(y: Tensor, low: PartialLow, *, in_line: bool) -> None:
-    """See the package. ``in_line``: shrink was the launch of this stream just before."""
+def expand(y: Tensor, low: PartialLow) -> None:
+    """See the package."""
     num_slices, split, num_rows, max_rank = low.partials.shape
     row = tiles("sgmv_vector", y.device, tokens=num_rows, rank=max_rank)
     block_n = row["block_n"] * 2 // y.element_size()
-    is_dependent = in_line and bool(row["pdl"])
     most = max(part.b.shape[2] for part in low.slices)
     _expand[(triton.cdiv(most, block_n), low.segments.num_owned, num_slices)](
         y,
@@ -205,8 +206,8 @@ def expand(y: Tensor, low: PartialLow, *, in_line: bool) -> None:
         MAX_RANK=max_rank,
         COLUMNS=low.table.shape[1],
         ALIGNED=low.is_aligned,
-        PDL=is_dependent,
+        PDL=bool(row["pdl"]),
         num_warps=row["expand_warps"],
-        **({"launch_pdl": True} if is_dependent else {}),
+        **({"launch_pdl": True} if row["pdl"] else {}),
         **({"maxnreg": row["expand_registers"]} if "expand_registers" in row else {}),
     )

@@ -28,8 +28,11 @@ def _silu_mul(
     LANES: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_row = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1).to(tl.int64)
     if PIECE_BYTES:
@@ -65,6 +68,7 @@ def silu_mul(gate_up: Tensor, prefetch: Prefetch | None = None) -> Tensor:
             gate_up.stride(0),
             SIZE=size,
             BLOCK=block,
+            TRIGGERS=is_early("shrink", gate_up.device),
             PDL=pdl,
             num_warps=row["num_warps"],
             **arguments(prefetch, gate_up, row["num_warps"]),

@@ -13,7 +13,7 @@ from kernels.sgmv import PartialLow
 from kernels.sgmv.triton_kernel import add_product
 from kernels.sgmv.triton_vector import RANKS, add_ranks, tile_of_b
 from kernels.silu_mul.triton_kernel import silu_times
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import early, is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -46,11 +46,17 @@ def _by_rows(
     MAX_RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TRIGGERS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """GATE and UP: the numbers of their slices, -1: no adapter has it."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     o_size = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_place = tl.program_id(1).to(tl.int64)
     if tl.load(p_segments + i_place * 4 + 1) == 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     i_slot = tl.load(p_segments + i_place * 4 + 2).to(tl.int64)
     i_row = tl.load(p_rows + i_place).to(tl.int64)
@@ -63,6 +69,8 @@ def _by_rows(
         )
     if UP >= 0:
         p_up, b_up_b, up_size = tile_of_b(p_slices + UP * COLUMNS, p_gate_up, i_slot, up_rank, o_size, RANKS, ALIGNED)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     p_row = p_gate_up + i_row * stride_row + o_size
     b_gate = tl.load(p_row, mask=m_size, other=0.0).to(tl.float32)
     b_up = tl.load(p_row + SIZE, mask=m_size, other=0.0).to(tl.float32)
@@ -130,7 +138,13 @@ def _by_segments(
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRIGGERS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     o_size = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_segment = tl.program_id(1).to(tl.int64)
     num_own = tl.load(p_segments + i_segment * 4 + 1)
@@ -201,6 +215,8 @@ def _launch_by_rows(gate_up: Tensor, out: Tensor, low: PartialLow) -> None:
         COLUMNS=low.table.shape[1],
         ALIGNED=low.is_aligned,
         num_warps=row["num_warps"],
+        TRIGGERS=is_early("shrink", out.device),
+        **early("silu_mul", out.device),
     )
 
 
@@ -230,4 +246,6 @@ def _launch_by_segments(gate_up: Tensor, out: Tensor, low: PartialLow) -> None:
         PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=row["num_warps"],
         num_stages=1,
+        TRIGGERS=is_early("shrink", out.device),
+        **early("silu_mul", out.device),
     )

@@ -39,13 +39,23 @@ def _beside(op: str, mib: int, row_bytes: int = 0, programs: int = 132) -> Setti
 
 
 def _early(*ops: str) -> Setting:
-    return {"pdl": {op: int(op in ops) for op in EARLY}}
+    return {"pdl": {op: int(op in ops) for op in (*EARLY, "shrink")}}
+
+
+def _parts(of_o: int, of_down: int) -> Setting:
+    """Of Llama-3-8B's sizes; q, k, v and the rest stay whole."""
+    rows = [{"up_to_size_out": 4096, "up_to_size_in": 4096, "parts": of_o}]
+    return {"linear_parts": [*rows, {"up_to_size_out": 4096, "parts": of_down}, {"parts": 1}]}
 
 
 def settings() -> dict[str, Setting]:
     found: dict[str, Setting] = {"off": {}}
     found |= {f"early {op}": _early(op) for op in EARLY}
     found |= {"early all": _early(*EARLY), "early all, beside 8/24/8": _early(*EARLY) | _all((8, 24, 8), 132)}
+    found |= {f"parts {parts}": _parts(parts, 4) for parts in (2, 4)}
+    found |= {"parts of down": _parts(1, 4), "parts of o": _parts(4, 1)}
+    found |= {"parts 4, early all": _parts(4, 4) | _early(*EARLY)}
+    found |= {"parts 4, early all, beside 8/24/8": _parts(4, 4) | _early(*EARLY) | _all((8, 24, 8), 132)}
     found |= {f"norm {mib}": _beside("norm", mib) for mib in (4, 8, 16)}
     found |= {f"norm 12 columns {size}": _beside("norm", 12, size) for size in (256, 512, 1024)}
     found |= {f"silu {mib}": _beside("silu_mul", mib) for mib in (4, 8, 16)}
@@ -139,7 +149,12 @@ def measure(step: Step, chosen: dict[str, Setting], out: Path) -> dict[str, dict
         logits = step.logits()
         wanted = logits if wanted is None else wanted
         assert bool(logits.isfinite().all()), name
-        assert torch.equal(logits, wanted), f"{name}: other logits"
+        if "linear_parts" in setting:  # sums in another order
+            far = float((logits.float() - wanted.float()).norm() / wanted.float().norm())
+            print(f"{name}: logits differ by {far:.4f}", flush=True)
+            assert far < 0.05, f"{name}: other logits"
+        else:
+            assert torch.equal(logits, wanted), f"{name}: other logits"
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, captured in graphs.items():

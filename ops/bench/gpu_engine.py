@@ -31,13 +31,9 @@ from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.gpu_engine_checks import check_logits_are_those_of_the_reference, run_checks
 from ops.bench.gpu_prefix import prefix_sections
 from ops.bench.gpu_profile import host_times, prefill_profile, profile
+from ops.bench.peers import VLLM as PEER
 from ops.bench.random_model import random_adapter, random_decoder
 
-# out tok/s of 256 × (512 + 128), ms per token at 32 sequences: vLLM 0.22.1 on an H200, its best setting
-PEER = {
-    "llama8b": {0: (6825, 5.35), 8: (5138, 9.52), 64: (2834, 19.41)},
-    "qwen06b": {0: (18927, 3.17), 8: (11910, 4.45), 64: (8922, 8.06)},
-}
 RANK = 16
 
 
@@ -53,6 +49,7 @@ class Bench:
         decoder: Decoder | None = None,
         *,
         deterministic: bool = False,
+        **sizes: int,
     ) -> None:
         begin = time.perf_counter()
         self.shape, self.device, self.small = shape, device, small
@@ -67,6 +64,7 @@ class Bench:
             max_lora_rank=RANK,
             host_adapter_bytes=64 << 30,
         )
+        self.sizes = replace(self.sizes, **sizes)
         if deterministic:
             self.sizes = in_one_shape(replace(self.sizes, max_step_tokens=ONE_SHAPE, deterministic=True))
         self.runner = (
@@ -104,7 +102,9 @@ class Bench:
             self.add(prompt_tokens, new_tokens, names[index % len(names)])
 
     def drain(self) -> float:
-        """Steps until nothing is left → seconds. ``step_ms`` has each step's, ``kind_s`` their sums by kind."""
+        """Steps until nothing is left → seconds. ``step_ms`` has each step's, ``kind_s`` their sums by kind,
+        ``most_slots`` is how many adapter slots a step used, ``num_loads`` how often one was filled."""
+        self.most_slots = self.num_loads = 0
         self.step_ms, self.kind_s = [], {"": 0.0, "prefill": 0.0, "mixed": 0.0, "decode": 0.0}
         self.sync()
         begin = last = time.perf_counter()
@@ -115,6 +115,9 @@ class Bench:
             for delta in result.deltas:
                 first.setdefault(delta.request_id, now - begin)
             self.step_ms.append((now - last) * 1e3)
+            slots = {sequence.adapter_slot for sequence in self.engine.scheduler.running}
+            self.most_slots = max(self.most_slots, len(slots - {-1}))
+            self.num_loads += len(stats.load_times_ns)
             self.kind_s[stats.kind if stats.num_tokens else ""] += now - last
             last = now
         self.first_s = sorted(first.values())
@@ -125,12 +128,19 @@ def adapters(num: int) -> list[str]:
     return [f"a{index}" for index in range(num)] or [""]
 
 
+def check_slots(bench: Bench, names: list[str], num: int) -> None:
+    """Each adapter had a slot of its own: adapters of equal content would share one."""
+    expected = min(num, len({*names} - {""}), bench.sizes.adapter_slots)
+    assert bench.most_slots == expected, f"{bench.most_slots} distinct slots in a step, not {expected}"
+
+
 def throughput(bench: Bench, names: list[str], num: int, prompt_tokens: int, new_tokens: int) -> dict:
     """Once without the clock, so that every kernel of such steps is there; then with it."""
     bench.fill(num, prompt_tokens, 8, names)
     bench.drain()
     bench.fill(num, prompt_tokens, new_tokens, names)
     seconds = bench.drain()
+    check_slots(bench, names, num)
     decode = statistics.median(bench.step_ms)
     by_kind = dict(bench.kind_s)
     return {"seconds": seconds, "out_tok_s": num * new_tokens / seconds, "steps": len(bench.step_ms),
@@ -146,6 +156,7 @@ def tpot(bench: Bench, names: list[str], rounds: int, prompt_tokens: int = 64, n
     for _ in range(rounds):
         bench.fill(32, prompt_tokens, new_tokens, names)
         whole = bench.drain()
+        check_slots(bench, names, 32)
         decode = sorted(bench.step_ms)
         bench.fill(32, prompt_tokens, 1, names)
         found.append((whole - bench.drain()) / (new_tokens - 1) * 1e3)

@@ -1,7 +1,14 @@
 """Does a request have the same bits in whatever steps it is computed? The engine itself, its scheduler and its cache:
-each way of running eight requests is compared with each of them alone."""
+each way of running eight requests is compared with each of them alone.
+
+    python3 -m ops.bench.gpu_engine_bits [SHAPE…]
+
+A deterministic engine of each shape of random_model, real sizes among them; the check below is of a tiny one.
+"""
 
 import random
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -145,12 +152,29 @@ def differing(of: Ways) -> dict[str, list[str]]:
     }
 
 
+def wrong_ways(name: str, device: torch.device) -> dict[str, list[str]]:
+    """Of a deterministic engine: the ways in which some request has other bits."""
+    return {way: requests for way, requests in differing(ways_of(name, device)).items() if requests}
+
+
 def check_deterministic_requests_have_their_bits_in_whatever_steps(name: str = "tiny") -> dict[str, float]:
     """Log-probabilities of each token and of the best 20, equal to the last bit; how many requests have other ones in
     an engine that is not deterministic is told beside, since there it would be luck."""
     device = torch.device("cuda")
-    found = differing(ways_of(name, device))
-    wrong = {way: requests for way, requests in found.items() if requests}
+    wrong = wrong_ways(name, device)
     assert not wrong, wrong
     without = differing(ways_of(name, device, deterministic=False))
     return {f"others without, {way}": len(requests) for way, requests in without.items()}
+
+
+def main() -> int:
+    wrong: dict[str, dict[str, list[str]]] = {}
+    for name in sys.argv[1:] or ("llama8b", "qwen06b"):
+        begin = time.perf_counter()
+        wrong[name] = wrong_ways(name, torch.device("cuda"))
+        print(f"[{time.perf_counter() - begin:5.1f} s] {name}: {wrong[name] or 'equal in every way'}", flush=True)
+    return int(any(wrong.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,7 +86,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 5, "shapes": 4}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 8, "shapes": 4}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]

@@ -30,9 +30,10 @@ from typing import Any
 import migrations
 from ops.bench.ledger_rows import measure_rows
 from tenants.database import Database
-from tenants.ledger import Fold, Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
+from tenants.settled import Fold, SettledRequest
 from tenants.slo.objectives import Objective, Sli
 from tenants.slo.repository import ObjectiveRepository
 from tenants.slo.sums import SloFold

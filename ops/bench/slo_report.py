@@ -21,8 +21,8 @@ from typing import Any, get_args
 from gateway.views.slo import answer
 from ops.bench.ledger import KINDS, RESULTS, empty_database
 from tenants.database import Database
-from tenants.ledger import Booked, SettledRequest
 from tenants.meter import FlowClass, RequestContext
+from tenants.settled import Booked, SettledRequest
 from tenants.slo.objectives import Objective, Sli
 from tenants.slo.refusals import Refusal, write_refusals
 from tenants.slo.repository import ObjectiveRepository

@@ -10,9 +10,9 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
 from tenants.events import emit
-from tenants.ledger import Booked
 from tenants.quota.budgets import Window, period_of
 from tenants.quota.spend_repository import SpendRepository
+from tenants.settled import Booked
 from tenants.tables import SpendTotal, Tenant, Wallet
 
 

@@ -13,7 +13,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.errors import GrantDiffers, InvalidValue
-from tenants.ledger import Booked
+from tenants.settled import Booked
 from tenants.stamps import change_stamp
 from tenants.tables import RequestRecord, Tenant, Wallet, WalletGrant, WalletHold
 

@@ -14,7 +14,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import put, taken
-from tenants.ledger import OUTCOME_LOST, Booked
+from tenants.settled import OUTCOME_LOST, Booked
 from tenants.slo.histogram import histogram_of
 from tenants.slo.minutes import HOUR_S, NO_MINUTES, Minutes, added, encode_minutes
 from tenants.slo.objectives import MINUTE_S, Objectives, minute_of

@@ -4,17 +4,14 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import add, attrgetter
-from typing import TYPE_CHECKING
 
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import add_up, insert_new
 from tenants.money import limbs
+from tenants.settled import Booked
 from tenants.tables import UsageRollup, UsageSeries
 from tenants.usage.cover import WIDTHS_S
-
-if TYPE_CHECKING:  # the ledger writes these sums
-    from tenants.ledger import Booked
 
 DIMENSIONS = (
     *("tenant_id", "key_id", "model", "base_model", "adapter_version_id"),
@@ -35,7 +32,7 @@ _dimensions_of = attrgetter(*DIMENSIONS)
 _Rows = dict[tuple[str, int, int], list[int]]  # KEY → SUMS
 
 
-async def add_booked(session: AsyncSession, booked: Sequence["Booked"]) -> None:
+async def add_booked(session: AsyncSession, booked: Sequence[Booked]) -> None:
     """Adds what was just booked to its minutes, hours and days. Each record must come once."""
     series: dict[str, tuple[str, ...]] = {}
     rows: _Rows = {}
@@ -55,7 +52,7 @@ def series_id(*dimensions: str) -> str:
     return hashlib.sha256(b"tenora-series\x01" + message).hexdigest()[:24]
 
 
-def _sums_of(booked: "Booked") -> list[int]:
+def _sums_of(booked: Booked) -> list[int]:
     sums = [0] * len(SUMS)
     sums[-1] = booked.request.gpu_ns
     for charge in booked.charges:

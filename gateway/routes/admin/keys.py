@@ -12,7 +12,8 @@ from gateway.routes.admin.tenants import tenant_of
 from gateway.views.rows import Body, key_body, key_limits_body, listed
 from tenants import keys
 from tenants.audit_log import Change
-from tenants.repositories import KEY_SCOPES, KeyRepository
+from tenants.key_repository import KeyRepository
+from tenants.limits import KEY_SCOPES
 from tenants.tables import ApiKey
 
 _NS = 10**9

@@ -9,7 +9,7 @@ from gateway.administration import Instant, Rotation, change, found, needs, opti
 from gateway.views.rows import Body, listed, operator_body
 from tenants import keys
 from tenants.audit_log import Change
-from tenants.repositories import OperatorRepository
+from tenants.key_repository import OperatorRepository
 from tenants.tables import OperatorKey
 
 _NS = 10**9

@@ -15,7 +15,8 @@ from gateway.views.export import export_lines
 from gateway.views.rows import Body, limits_of, listed, tenant_body
 from tenants.adapters.hours import AdapterHours
 from tenants.audit_log import Change
-from tenants.repositories import TENANT_LIMITS, TenantRepository
+from tenants.limits import TENANT_LIMITS
+from tenants.repositories import TenantRepository
 from tenants.tables import Tenant
 
 

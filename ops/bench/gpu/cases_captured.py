@@ -14,7 +14,7 @@ from kernels.paged_attention import (
     plan_attention,
     plan_numbers,
 )
-from kernels.sampling import SamplingRows, sample
+from kernels.sampling import SamplingRows, highest, sample
 from ops.bench.gpu.cases import DEVICE, HEAD_DIM, HEADS, KV_HEADS, Built, Case, Pool, error, ragged_lengths, random
 from ops.bench.gpu.timing import num_sets
 
@@ -92,11 +92,22 @@ def captured_cases() -> list[Case]:
 def sampling_cases() -> list[Case]:
     """Rows of Llama-3's 128,256 logits."""
     kinds = {"greedy": (0.0, 0, 1.0), "temperature": (1.0, 0, 1.0), "top-k 50, top-p 0.9": (0.8, 50, 0.9)}
-    return [
+    highs = [
+        Case("norm", f"highest logit T={n}", lambda n=n: highest_logit(n), n * 128_256 * 2.0) for n in (1, 32, 64, 256)
+    ]
+    return highs + [
         Case("norm", f"sample {name} T={count}", lambda n=count, kind=kind: sampling(n, *kind), count * 128_256 * 4.0)
         for name, kind in kinds.items()
         for count in (64, 256)
     ]
+
+
+def highest_logit(count: int) -> Built:
+    sets = [random(count, 128_256) for _ in range(num_sets(count * 128_256 * 2))]
+    return Built(
+        [lambda logits=logits: highest(logits) for logits in sets],
+        lambda: float((highest(sets[0]) != sets[0].argmax(-1)).float().mean()),
+    )
 
 
 def sampling(count: int, temperature: float, top_k: int, top_p: float) -> Built:

@@ -1,4 +1,4 @@
-"""Adapters as a layer of Llama-3-8B has them: beside the products with base weights, and on their way into SiLU."""
+"""Adapters as a layer of Llama-3-8B has them: around the products with base weights, and on their way into SiLU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from kernels.lane import Lane
 from kernels.sgmv import LoraSlice, Low, PartialLow, SgmvPlan, expand, plan_sgmv, sgmv, shrink
 from kernels.silu_mul import silu_mul, triton_low
 from ops.bench.gpu.cases import DEVICE, HIDDEN, QKV, Built, Case, error, random
@@ -63,31 +62,21 @@ def inputs(num_rows: int, num_adapters: int, size_in: int, sizes_out: Sequence[i
     return found
 
 
-_lane: list[Lane] = []
-
-
-def lane() -> Lane:
-    """The one of all cases."""
-    if not _lane:
-        _lane.append(Lane(DEVICE))
-    return _lane[0]
-
-
 def alone(one: Inputs) -> Tensor:
     return linear(one.x, one.weight)
 
 
-def in_line(one: Inputs) -> Tensor:
+def behind(one: Inputs) -> Tensor:
+    """Shrink and expand one behind the other."""
     y = linear(one.x, one.weight)
     sgmv(y, one.x, one.slices, one.plan)
     return y
 
 
-def beside(one: Inputs) -> Tensor:
-    with lane().fork():
-        low = one.low
+def around(one: Inputs) -> Tensor:
+    """As the engine does: expand begins while the product ends."""
+    low = one.low
     y = linear(one.x, one.weight)
-    lane().join()
     expand(y, low)
     return y
 
@@ -150,9 +139,9 @@ def lora_step_cases() -> list[Case]:
             for count in adapters:
                 both = num_bytes + 2.0 * RANK * count * (size_in * len(sizes_out) + sum(sizes_out))
                 both += 4.0 * num_rows * sum(sizes_out)
-                for run in (in_line, beside):
+                for run in (behind, around):
                     build = lambda r=run, n=num_rows, c=count, p=name: projection(r, n, c, p)  # noqa: E731
-                    label = f"product + lora T={num_rows} L={count} {name} {run.__name__.replace('_', ' ')}"
+                    label = f"product + lora T={num_rows} L={count} {name} {run.__name__}"
                     found.append(Case("lora_step", label, build, both, flops, 3))
     for num_rows, count in ((32, 8), (32, 32), (8192, 8)):
         num_bytes = 6.0 * num_rows * INNER + 4.0 * RANK * count * INNER

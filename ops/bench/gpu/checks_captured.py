@@ -22,14 +22,14 @@ from kernels.quantised_linear.reference import dequantised
 from kernels.rms_norm import rms_norm
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import rope, rope_table
-from kernels.sampling import SamplingRows, sample
+from kernels.sampling import SamplingRows, highest, sample
 from kernels.sampling import reference as sampling_reference
 from kernels.sgmv import LoraSlice, plan_sgmv, sgmv
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import silu_mul
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.store_kv import store_kv
-from ops.bench.gpu.checks import DEVICE, LIMITS, SHAPES, Batch, random, require, sliced
+from ops.bench.gpu.checks import DEVICE, LIMITS, NAN, SHAPES, Batch, random, require, sliced
 
 
 def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -98,7 +98,7 @@ def _beside_a_weight(num_rows: int, weight: Tensor, row_bytes: int, num_programs
     table = rope_table(1e4 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), num_rows)
     found = []
     for one in (None, prefetch):
-        sums, caches = residual.clone(), [torch.zeros(num_rows, 1, 4, 128, device=DEVICE) for _ in range(2)]
+        sums, caches = residual.clone(), [random(num_rows, 1, 4, 128) * 0 for _ in range(2)]
         normed = rms_norm_kernel.rms_norm(x, scale, 1e-5, sums, one)
         turned = qk_rope_kv_kernel.qk_rope_kv(heads, values, numbers, table, caches[0], caches[1], numbers, None, one)
         found.append((sums, normed, silu_mul_kernel.silu_mul(gate_up, one), turned, *caches))
@@ -291,6 +291,16 @@ def sampling_as_by_sorting() -> None:
         assert torch.equal(sample(logits[order], moved), found[order]), "a draw depends on its batch"
 
 
+def the_highest_of_a_row() -> None:
+    """As torch finds it, among many equal ones; NaN and -inf among them, rows of any size."""
+    for dtype in LIMITS:
+        for size in (5, 1000, 128_256, 151_936):
+            logits = (torch.randn(300, size, device=DEVICE) * 2).round().to(dtype)
+            logits[:, ::7], logits[:100, ::3], logits[0] = NAN, float("-inf"), float("-inf")
+            wanted = logits.nan_to_num(nan=float("-inf"), neginf=float("-inf")).argmax(-1)
+            assert torch.equal(highest(logits), wanted), f"{size} {dtype}"
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "silu_mul": silu_mul_against_float64,
     "qk_rope_kv": qk_rope_kv_is_its_parts,
@@ -299,5 +309,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "groups": groups_equal_no_groups,
     "tiny": a_tiny_step,
     "sampling": sampling_as_by_sorting,
+    "highest": the_highest_of_a_row,
     "captured lora": captured_lora_follows_its_memory,
 }

@@ -1,14 +1,16 @@
-"""Checks of the two halves of ``sgmv``: beside a product, and the second one inside SiLU · up."""
+"""Checks of the two halves of ``sgmv``: around a product, and the second one inside SiLU · up."""
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from kernels.lane import Lane
+from kernels import tiles
 from kernels.sgmv import LoraSlice, PartialLow, SgmvPlan, expand, plan_sgmv, sgmv, shrink
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import silu_mul, triton_low
@@ -18,47 +20,57 @@ from ops.bench.gpu.checks_captured import captured
 LAYERS = 12
 
 
-def shrink_beside_a_product_gives_the_bits_of_both_in_line() -> None:
-    """A chain of layers, each with its own memory from both streams, launched and as a graph, 20 times."""
-    lane = Lane(DEVICE)
-    for num_rows in (1, 32, 300, 3000):
-        slots = [POPULARITIES["with base rows"](row) for row in range(num_rows)]
+def halves_around_a_product_give_the_bits_of_both_behind_it() -> None:
+    """A chain of layers, launched and as a graph whose first launch is a shrink, 20 times; launched early and not."""
+    for is_early, num_rows in itertools.product((0, 1), (1, 32, 300, 3000)):
+        slots = [POPULARITIES["with base rows"](row + 1) for row in range(num_rows)]
         parts = [lora_case(slots, 4096, (4096,), torch.bfloat16) for _ in range(LAYERS)]
-        first = parts[0][0].clone()
+        first, plan = parts[0][0].clone(), plan_sgmv(slots, DEVICE)
         layers = [(random(4096, 4096) / 64, slices) for _, _, slices in parts]
-        plan = plan_sgmv(slots, DEVICE)
-        expected = _chain(first, lambda x, weight, slices: _in_line(x, weight, slices, plan), layers)  # noqa: B023
-        run = lambda: _chain(first, lambda x, weight, slices: _beside(lane, x, weight, slices, plan), layers)  # noqa: E731, B023
-        assert all(torch.equal(run(), expected) for _ in range(20)), f"launched beside {num_rows}"
-        graph, out = captured(run)
+        expected = _chain(first, layers, plan, _behind)
+        with early_launches(is_early):
+            outs = [_chain(first, layers, plan, _around) for _ in range(20)]
+            assert all(torch.equal(out, expected) for out in outs), f"launched around {num_rows} early {is_early}"
+            graph, out = captured(functools.partial(_chain, first, layers, plan, _around))
         for _ in range(20):
             out.fill_(float("nan"))
             graph.replay()
-            assert torch.equal(out, expected), f"captured beside {num_rows}"
+            assert torch.equal(out, expected), f"captured around {num_rows} early {is_early}"
 
 
 Layer = tuple[Tensor, list[LoraSlice]]
+Step = Callable[[Tensor, Layer, SgmvPlan], Tensor]
 
 
-def _chain(x: Tensor, step: Callable[[Tensor, Tensor, list[LoraSlice]], Tensor], layers: Sequence[Layer]) -> Tensor:
-    for weight, slices in layers:
-        x = step(x, weight, slices)
+@contextlib.contextmanager
+def early_launches(is_early: int) -> Iterator[None]:
+    """All that a table decides about early launches, decided so."""
+    original = tiles._table
+    row = dict.fromkeys(original("default")["pdl"][0], is_early)
+    tiles._table = lambda gpu: {**original(gpu), "pdl": [row]}
+    try:
+        yield
+    finally:
+        tiles._table = original
+
+
+def _chain(x: Tensor, layers: Sequence[Layer], plan: SgmvPlan, step: Step) -> Tensor:
+    for layer in layers:
+        x = step(x, layer, plan)
     return x
 
 
-def _in_line(x: Tensor, weight: Tensor, slices: list[LoraSlice], plan: SgmvPlan) -> Tensor:
-    y = linear(x, weight)
-    sgmv(y, x, slices, plan)
+def _behind(x: Tensor, layer: Layer, plan: SgmvPlan) -> Tensor:
+    y = linear(x, layer[0])
+    sgmv(y, x, layer[1], plan)
     return y
 
 
-def _beside(lane: Lane, x: Tensor, weight: Tensor, slices: list[LoraSlice], plan: SgmvPlan) -> Tensor:
-    with lane.fork():
-        low = shrink(x, slices, plan)
-    y = linear(x, weight)
-    lane.join()
-    assert low is not None
-    expand(y, low)
+def _around(x: Tensor, layer: Layer, plan: SgmvPlan) -> Tensor:
+    low = shrink(x, layer[1], plan)
+    y = linear(x, layer[0])
+    if low is not None:
+        expand(y, low)
     return y
 
 
@@ -106,13 +118,14 @@ def silu_of_adapters_is_the_same_20_times_and_in_any_order() -> None:
 
 
 def captured_silu_follows_its_memory() -> None:
-    """One graph of each form, shrink beside a product as in a layer; steps of other mixes of adapters and ranks."""
-    for num_rows in (64, 100):
-        _captured_silu(num_rows)
+    """One graph of each form, around a product as in a layer; steps of other mixes of adapters and ranks."""
+    for is_early, num_rows in itertools.product((0, 1), (64, 100)):
+        with early_launches(is_early):
+            _captured_silu(num_rows)
 
 
 def _captured_silu(num_rows: int) -> None:
-    size, ranks, lane = 14336, [8, 16, 24, 64, 5, 1, 0, 40], Lane(DEVICE)
+    size, ranks = 14336, [8, 16, 24, 64, 5, 1, 0, 40]
     a, b = ([random(8, 64, width) / 64 for _ in range(2)] for width in (4096, size))
     tables = [torch.zeros(9, dtype=torch.int32, device=DEVICE) for _ in range(2)]  # slot 8 is empty
     parts = [LoraSlice(*part) for part in zip(a, b, [(*[0] * 8, 64)] * 2, (0, size), tables, strict=True)]
@@ -124,11 +137,8 @@ def _captured_silu(num_rows: int) -> None:
     plan = CapturedSgmv(memory, num_rows, 8)
 
     def run() -> Tensor:
-        with lane.fork():
-            low = shrink(x, parts, plan)
-        gate_up = linear(x, weight)
-        lane.join()
-        return silu_mul(gate_up, low=low)
+        low = shrink(x, parts, plan)
+        return silu_mul(linear(x, weight), low=low)
 
     graph, out = captured(run)
     for step, some in enumerate(([row % 8 for row in range(64)], [3] * 40 + [-1] * 20, [-1, 7, 7, 0], [])):
@@ -146,7 +156,7 @@ def _captured_silu(num_rows: int) -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "lora beside": shrink_beside_a_product_gives_the_bits_of_both_in_line,
+    "lora around": halves_around_a_product_give_the_bits_of_both_behind_it,
     "lora into silu": silu_of_adapters_against_float64,
     "lora into silu repeated and permuted": silu_of_adapters_is_the_same_20_times_and_in_any_order,
     "lora into silu captured": captured_silu_follows_its_memory,

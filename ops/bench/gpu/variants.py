@@ -122,44 +122,34 @@ def _lora_step() -> list[Variant]:
     prompts = ("q,k,v", "gate,up", "down")
     found: list[Variant] = []
     for m, k, split, warps, stages in (
-        (16, 256, 2, 4, 4),
-        (32, 128, 1, 4, 4),
-        (32, 256, 1, 4, 3),
         (64, 128, 1, 4, 4),
-        (64, 128, 2, 4, 4),
-        (64, 128, 1, 8, 4),
         (64, 64, 2, 4, 5),
-        (128, 64, 1, 4, 4),
         (128, 64, 2, 8, 4),
-        (128, 128, 1, 8, 3),
     ):
         cases = tuple(f"shrink T=8192 L=8 {name}" for name in prompts)
         found.append((f"m{m} k{k} split {split} {warps}/{stages}", _segments(m, k, split, warps, stages), cases))
-    for m, n, warps in (
-        (16, 512, 4),
-        (32, 128, 4),
-        (32, 256, 4),
-        (64, 64, 4),
-        (64, 128, 4),
-        (64, 256, 8),
-        (128, 128, 8),
-    ):
+    for m, n, warps in ((32, 64, 2), (32, 128, 8), (32, 128, 2)):
         expand = _segments(m) | _rows("sgmv_expand", block_n=n, num_warps=warps, pdl=1)
         found.append((f"m{m} n{n}/{warps}", expand, tuple(f"expand T=8192 L=8 {name}" for name in prompts)))
-    for m, n, warps in (
-        (16, 128, 4),
-        (32, 128, 4),
-        (32, 256, 8),
-        (64, 64, 4),
-        (64, 128, 4),
-        (64, 128, 8),
-        (128, 64, 8),
-    ):
+    for m, n, warps in ((16, 64, 2), (16, 128, 2), (32, 64, 2), (32, 64, 4), (32, 128, 8)):
         fused = _segments(m) | _rows("silu_low_matrix", block_n=n, num_warps=warps)
         found.append((f"m{m} n{n}/{warps}", fused, ("expand, silu T=8192 L=8 fused",)))
+    decodes = tuple(
+        f"product + lora T=32 L={count} {name} around"
+        for count in (8, 32)
+        for name in ("q,k,v", "o", "gate,up", "down")
+    )
     rows = tuple(f"expand, silu T=32 L={count} fused" for count in (8, 32))
-    for n, warps in ((128, 1), (256, 2), (512, 2), (256, 4), (1024, 8), (1024, 4)):
-        found.append((f"n{n}/{warps}", _rows("silu_low_vector", block_n=n, num_warps=warps), rows))
+    early = _rows("pdl", norm=1, rope=1, silu_mul=1, attend=1, shrink=1)
+    found += [("all early", early, (*decodes, *rows))]
+    for k, shrink_warps, n, expand_warps in ((512, 4, 512, 2), (256, 2, 256, 1), (1024, 4, 256, 1), (256, 2, 128, 1)):
+        found.append((*_vector(k, shrink_warps, n, expand_warps), decodes))
+    for n, warps in ((64, 1), (256, 1), (128, 1)):
+        found.append((f"n{n}/{warps} early", _rows("silu_low_vector", block_n=n, num_warps=warps) | early, rows))
+    matrices = _rows("sgmv_form", rows_of_slot=0)
+    found.append(("matrices", matrices, decodes))
+    for n, warps in ((64, 2), (128, 4), (256, 4), (128, 2)):
+        found.append((f"matrices n{n}/{warps}", matrices | _rows("silu_low_matrix", block_n=n, num_warps=warps), rows))
     return found
 
 
@@ -190,6 +180,14 @@ def _norm() -> list[Variant]:
                 tuple(f"sample {name} T=64" for name in ("greedy", "temperature", "top-k 50, top-p 0.9")),
             )
             for block, warps in ((4096, 16), (8192, 32), (16384, 32), (4096, 8))
+        ),
+        *(
+            (
+                f"highest block {block} at once {at_once} warps {warps}",
+                _rows("highest", block=block, at_once=at_once, num_warps=warps),
+                tuple(f"highest logit T={n}" for n in (1, 32, 256)),
+            )
+            for block, at_once, warps in ((4096, 8, 16), (8192, 2, 32), (8192, 8, 32), (16384, 2, 32))
         ),
         *((*one, tuple(f"silu x up 14336 T={n}" for n in (64, 1024, 4096))) for one in silus),
     ]

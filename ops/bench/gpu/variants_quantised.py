@@ -3,77 +3,75 @@
 from collections.abc import Iterator
 
 SIZES = ("4096→6144", "14336→4096", "4096→28672")
-TILES = {  # by rows: rows and columns of a tile, inputs of a block, warps, stages; parts of the first two sizes, last
+Tile = tuple[int, int, int, int, int]  # rows, columns, inputs of a block, warps, stages
+TILES: dict[int, tuple[tuple[Tile, tuple[int, int, int]], ...]] = {  # by rows; programs that each of SIZES aims at
     16: (
-        ((16, 64, 128, 4, 5), (4, 1)),
-        ((16, 64, 128, 4, 5), (2, 2)),
-        ((16, 64, 256, 4, 4), (4, 1)),
-        ((16, 128, 128, 4, 4), (4, 1)),
-        ((16, 128, 128, 4, 4), (8, 2)),
-        ((16, 128, 128, 8, 4), (4, 1)),
-        ((16, 32, 256, 2, 4), (4, 1)),
-        ((16, 32, 256, 2, 4), (2, 1)),
-        ((16, 64, 256, 2, 4), (4, 1)),
-        ((16, 64, 128, 2, 6), (4, 1)),
+        ((16, 32, 256, 2, 4), (384, 512, 1)),
+        ((16, 32, 256, 2, 4), (576, 384, 1)),
+        ((16, 32, 512, 2, 3), (384, 384, 1)),
+        ((16, 64, 256, 2, 3), (384, 384, 1)),
+        ((16, 64, 512, 4, 3), (192, 256, 1)),
+        ((16, 16, 512, 1, 4), (768, 768, 1)),
     ),
     32: (
-        ((32, 128, 128, 4, 4), (4, 1)),
-        ((32, 128, 128, 8, 4), (4, 2)),
-        ((32, 256, 64, 8, 6), (4, 1)),
-        ((32, 64, 128, 4, 5), (2, 1)),
-        ((32, 64, 128, 2, 5), (4, 1)),
-        ((32, 64, 256, 2, 4), (4, 1)),
-        ((32, 32, 256, 2, 4), (4, 1)),
+        ((32, 64, 128, 4, 4), (384, 256, 1)),
+        ((32, 64, 256, 4, 3), (384, 256, 1)),
+        ((32, 64, 256, 2, 3), (288, 320, 1)),
+        ((32, 64, 256, 2, 4), (192, 192, 1)),
+        ((32, 64, 512, 4, 2), (192, 256, 1)),
+        ((32, 32, 256, 1, 4), (384, 384, 1)),
     ),
     64: (
-        ((64, 256, 64, 8, 5), (4, 1)),
-        ((64, 128, 64, 4, 6), (4, 1)),
-        ((64, 128, 64, 8, 6), (2, 2)),
-        ((64, 256, 128, 8, 4), (4, 1)),
-        ((64, 256, 64, 8, 5), (2, 2)),
+        ((64, 128, 256, 8, 2), (144, 128, 1)),
+        ((64, 64, 256, 4, 2), (192, 256, 1)),
+        ((64, 64, 256, 2, 2), (192, 256, 1)),
+        ((64, 128, 128, 4, 4), (240, 192, 1)),
+        ((64, 128, 128, 8, 4), (240, 256, 1)),
+        ((64, 64, 128, 4, 4), (288, 256, 1)),
+        ((64, 64, 128, 2, 4), (288, 256, 1)),
+        ((64, 256, 128, 16, 4), (132, 132, 1)),
     ),
     128: (
-        ((128, 128, 64, 8, 4), (2, 1)),
-        ((128, 128, 64, 8, 4), (4, 1)),
-        ((128, 256, 64, 8, 4), (4, 1)),
-        ((128, 128, 128, 8, 3), (2, 1)),
-        ((64, 128, 128, 8, 4), (1, 1)),
+        ((128, 128, 128, 8, 3), (240, 256, 1)),
+        ((128, 128, 64, 8, 4), (132, 132, 1)),
+        ((128, 64, 128, 4, 3), (192, 256, 1)),
+        ((128, 128, 256, 8, 2), (132, 132, 1)),
     ),
     256: (
-        ((256, 128, 64, 8, 4), (2, 1)),
-        ((256, 128, 64, 8, 4), (4, 1)),
-        ((128, 128, 64, 8, 4), (1, 1)),
-        ((128, 256, 64, 8, 4), (2, 1)),
-        ((64, 128, 128, 8, 4), (1, 1)),
+        ((256, 128, 128, 8, 2), (132, 132, 1)),
+        ((256, 128, 128, 8, 3), (132, 132, 1)),
+        ((256, 64, 128, 4, 2), (132, 132, 1)),
+        ((256, 128, 64, 8, 4), (240, 264, 1)),
     ),
-    1024: (((256, 128, 64, 8, 4), (1, 1)), ((128, 256, 64, 8, 4), (1, 1))),
+    512: (((256, 128, 128, 8, 2), (132, 132, 1)), ((256, 128, 128, 8, 3), (132, 132, 1))),
+    1024: (((256, 128, 128, 8, 2), (1, 1, 1)), ((256, 128, 128, 8, 3), (1, 1, 1))),
 }
+BLOCKED = (16, 32)  # rows whose tiles of 128 inputs are tried on weights in blocks too
 Variant = tuple[str, dict[str, dict[str, int] | list[dict[str, int]]], tuple[str, ...]]
 
 
 def quantised_variants() -> list[Variant]:
     widened = {"quantised_form": {"is_widened": 1}}
-    return [
-        *_fused(),
-        *(("widened", widened, tuple(f"fp8 {size} T={count}" for size in SIZES)) for count in (128, 256)),
-        *_widening(),
-    ]
+    return [*_fused(), ("widened", widened, tuple(f"fp8 {size} T=512" for size in SIZES)), *_blocked()]
 
 
 def _fused() -> Iterator[Variant]:
     for count, forms in TILES.items():
-        for (m, n, k, warps, stages), both in forms:
-            for sizes, parts in zip((SIZES[:2], SIZES[2:]), both, strict=True):
-                row = {"block_m": m, "block_n": n, "block_k": k, "parts": parts, "pdl": 1}
-                row |= {"num_warps": warps, "num_stages": stages}
-                label = f"m{m} n{n} k{k} parts {parts} warps {warps} stages {stages}"
-                kinds = ("fp8", "int8") if count <= 32 else ("fp8",)
-                cases = tuple(f"{kind} {size} T={count}" for kind in kinds for size in sizes)
-                yield label, {"quantised_linear": row, "quantised_form": {"is_widened": 0}}, cases
+        for tile, programs in forms:
+            for size, aim in zip(SIZES, programs, strict=True):
+                yield _variant(tile, aim, tuple(f"{kind} {size} T={count}" for kind in ("fp8", "int8")))
 
 
-def _widening() -> Iterator[Variant]:
-    for n, k, warps in ((32, 256, 4), (128, 128, 8), (16, 512, 4), (64, 256, 8)):
-        row = {"block_n": n, "block_k": k, "num_warps": warps}
-        cases = tuple(f"{kind} 4096→28672 widened" for kind in ("fp8", "block fp8"))
-        yield f"rows {n} columns {k} warps {warps}", {"quantised_widen": row}, cases
+def _blocked() -> Iterator[Variant]:
+    for count in BLOCKED:
+        for tile in ((count, 32, 128, 2, 6), (count, 64, 128, 2, 5), (count, 64, 128, 4, 4)):
+            for size, aim in zip(SIZES, (384, 256, 1), strict=True):
+                yield _variant(tile, aim, (f"block fp8 {size} T={count}",))
+
+
+def _variant(tile: Tile, programs: int, cases: tuple[str, ...]) -> Variant:
+    m, n, k, warps, stages = tile
+    row = {"block_m": m, "block_n": n, "block_k": k, "programs": programs, "pdl": 1}
+    row |= {"pairs": int(n >= 64 and warps >= 4), "num_warps": warps, "num_stages": stages}
+    label = f"m{m} n{n} k{k} programs {programs} warps {warps} stages {stages}"
+    return label, {"quantised_linear": row, "quantised_form": {"is_widened": 0}}, cases

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
@@ -146,6 +148,8 @@ def attention(
     context: int,
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    *,
+    is_fixed: bool = False,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     blocks = -(-context // 16)
@@ -158,6 +162,7 @@ def attention(
         num_kv_heads=num_kv_heads,
         sliding_window=window,
     )
+    plan = replace(plan, is_fixed=is_fixed)
     cache = torch.zeros(blocks, 16, num_kv_heads, head_dim, dtype=dtype)
     x = torch.zeros(queries, num_heads, head_dim, dtype=dtype)
     attention_kernel.paged_attention(x, cache, cache, plan, head_dim**-0.5)
@@ -200,7 +205,6 @@ def lora(
         start += size_out
     x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
     plan = plan_sgmv([row % num_slots for row in range(num_rows)], x.device)
-    sgmv_kernel.sgmv(y, x, slices, plan)
     low = sgmv_kernel.shrink(x, slices, plan)
     sgmv_kernel.expand(y, low)
     if sizes_out == GATE_UP:
@@ -217,6 +221,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield (
             f"add_rms_norm {size}",
             lambda size=size: rms_norm_kernel.rms_norm(normal(64, size), normal(size), 1e-5, normal(64, size)),
+        )
+    for parts in (2, 4):
+        yield (
+            f"add_rms_norm 4096 of {parts} parts",
+            lambda parts=parts: rms_norm_kernel.rms_norm(
+                torch.zeros(parts, 32, 4096), normal(4096), 1e-5, normal(32, 4096)
+            ),
         )
     yield "qk_norm 128", lambda: rms_norm_kernel.rms_norm(normal(64, 48, 128)[:, :32], normal(128), 1e-5)
     for num_heads, head_dim in ((48, 128), (15, 64)):
@@ -249,6 +260,18 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)
         yield f"captured decode {name}", lambda heads=heads: captured_decode(heads, has_groups=False)
         yield f"groups {name}", lambda heads=heads: captured_decode(heads, has_groups=True)
+        yield f"fixed {name}", lambda heads=heads: attention(heads, 64, 4096, is_fixed=True)
+    yield "fp32, fixed 32/8 128", lambda: attention((32, 8, 128), 64, 4096, dtype=torch.float32, is_fixed=True)
+    for head_dim in (80, 96):  # no power of two
+        heads = (32, 8, head_dim)
+        for queries in (1, 64):
+            yield (
+                f"{queries} queries 32/8 {head_dim}",
+                lambda heads=heads, queries=queries: attention(heads, queries, 4096),
+            )
+        yield f"captured decode 32/8 {head_dim}", lambda heads=heads: captured_decode(heads, has_groups=False)
+        yield f"fixed 32/8 {head_dim}", lambda heads=heads: attention(heads, 64, 4096, is_fixed=True)
+        yield f"qk_rope_kv T=64 32/8/{head_dim}", lambda heads=heads: qk_rope_kv(64, heads, None)
     yield "decode 32/8 128 window", lambda: attention((32, 8, 128), 1, 4096, 1024)
     yield "prefill 32/8 128 window", lambda: attention((32, 8, 128), 64, 4096, 1024)
     for queries in (1, 64):
@@ -278,13 +301,23 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         for rank in (16, 64, 128):
             yield f"lora of gate and up T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r)
     yield "sample", lambda: sample(64)
+    tokens = torch.zeros(64, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.zeros(64, 128_256, dtype=dtype)
+        yield f"highest {dtype}", lambda logits=logits: sampling_kernel.highest(logits, tokens)
     yield from quantised_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
 
 
 def quantised_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
-        for sizes, is_blocked in (((6144, 4096), False), ((28672, 4096), False), ((28672, 4096), True)):
+        for sizes, is_blocked in (
+            ((6144, 4096), False),
+            ((4096, 14336), False),
+            ((28672, 4096), False),
+            ((4096, 14336), True),
+            ((28672, 4096), True),
+        ):
             weight = quantised_weight(kind, sizes, is_blocked=is_blocked)
             label = f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''}"
             for num_rows in (1, 16, 32, 64, 128, 256):

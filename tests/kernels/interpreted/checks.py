@@ -78,6 +78,16 @@ def check_add_rms_norm(kernel: ModuleType, shape: tuple[int, ...], dtype: torch.
     assert_matches_reference(out, rms_norm_reference.rms_norm(total.double(), weight.double(), 1e-5))
 
 
+def check_add_parts_rms_norm(kernel: ModuleType, num_parts: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = draw(num_parts, *shape, seed=3), draw(shape[-1], dtype=dtype, seed=1)
+    residual = draw(*shape, dtype=dtype, seed=2)
+    total = residual + rms_norm_reference.whole(x, residual)
+    out = kernel.rms_norm(x, weight, 1e-5, residual)
+    assert out.dtype == dtype
+    assert torch.equal(residual, total)
+    assert_matches_reference(out, rms_norm_reference.rms_norm(total.double(), weight.double(), 1e-5))
+
+
 def check_rope(kernel: ModuleType, num_tokens: int, heads: Heads, dtype: torch.dtype) -> None:
     x = sliced(num_tokens, heads.num_heads, heads.head_dim, dtype=dtype)
     positions = torch.randperm(num_tokens * 5, generator=torch.Generator().manual_seed(0))[:num_tokens]
@@ -301,6 +311,13 @@ def captured_sgmv(slots: list[int], slices: list[LoraSlice], room: int) -> tuple
     return slices, CapturedSgmv(memory, num_rows, num_slots)
 
 
+def add_lora(kernel: ModuleType, y: Tensor, x: Tensor, slices: list[LoraSlice], plan: SgmvPlan) -> None:
+    """Both halves of ``sgmv``."""
+    low = kernel.shrink(x, slices, plan)
+    if low is not None:
+        kernel.expand(y, low)
+
+
 def check_sgmv(
     kernel: ModuleType,
     slots: list[int],
@@ -323,9 +340,9 @@ def check_sgmv(
             expected[row, columns] += lora_delta(x[row], part.a[slot], part.b[slot], part.lora_ranks[slot])
             touched[row, columns] = True
     if room is None:
-        kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+        add_lora(kernel, y, x, slices, plan_sgmv(slots, x.device))
     else:
         given, plan = captured_sgmv(slots[:real], slices, room)
-        kernel.sgmv(y, x, given, plan)
+        add_lora(kernel, y, x, given, plan)
     assert torch.equal(y[~touched], before[~touched])
     assert_matches_reference(y[touched], expected[touched])

@@ -69,7 +69,7 @@ def _sgmv() -> None:
 
     x, y = guarded(torch.randn(5, 97)), guarded(torch.randn(5, 41))
     part = LoraSlice(guarded(torch.randn(2, 8, 97)), guarded(torch.randn(2, 8, 41)), (3, 8))
-    triton_kernel.sgmv(y, x, [part], plan_sgmv([1, -1, 0, 1, 1], x.device))
+    triton_kernel.expand(y, triton_kernel.shrink(x, [part], plan_sgmv([1, -1, 0, 1, 1], x.device)))
 
 
 def _silu_low() -> None:

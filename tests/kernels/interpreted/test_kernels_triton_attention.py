@@ -125,6 +125,17 @@ def test_by_a_fixed_plan_a_row_has_its_bits_however_its_prompt_is_cut_and_whoeve
 
 
 @BOTH
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_head_sizes_that_are_no_power_of_two_are_filled_up_in_every_form(head_dim, dtype, monkeypatch):
+    small_tiles(monkeypatch)
+    batch = ragged_kv([40, 17, 50, 25], Heads(2, 1, head_dim, 16), dtype)
+    spans = [(0, 10, 40), (1, 16, 17), (2, 49, 50), (3, 21, 25)]
+    check_attention(attention_kernel, batch, spans)
+    check_attention(attention_kernel, batch, spans, is_fixed=True)
+    check_attention(attention_kernel, batch, last(40, 17, 50), room=1)
+
+
+@BOTH
 @pytest.mark.parametrize("sliding_window", [None, 40])
 def test_a_fixed_plan_sees_what_any_other_sees(sliding_window, dtype, monkeypatch):
     small_tiles(monkeypatch)

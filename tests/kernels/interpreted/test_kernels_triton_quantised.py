@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import tiles
 from kernels.quantised_linear import QuantisedWeight, reference, triton_widen
 from kernels.quantised_linear import triton_kernel as quantised_kernel
 from kernels.testing import assert_matches_reference
@@ -11,6 +12,14 @@ from tests.kernels.interpreted.checks import draw, planted, sliced
 FLOAT, BF16 = torch.float32, torch.bfloat16
 KINDS = pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 BLOCKED = pytest.mark.parametrize("is_blocked", [False, True], ids=["channels", "blocks"])
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """So that small products have parts."""
+    row = {"block_m": 32, "block_n": 32, "block_k": 32, "programs": 64, "pairs": 0, "pdl": 0}
+    table = {**tiles._table("default"), "quantised_linear": [{**row, "num_warps": 4, "num_stages": 2}]}
+    monkeypatch.setattr(tiles, "_table", lambda _: table)
 
 
 def weight_of(size_out: int, size_in: int, kind: torch.dtype, *, is_blocked: bool, bias: bool) -> QuantisedWeight:

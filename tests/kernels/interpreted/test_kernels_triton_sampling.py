@@ -14,6 +14,7 @@ INF, NAN = float("inf"), float("nan")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     table = {**tiles._table("default"), "sample": [{"block": 256, "num_warps": 4}]}
+    table |= {"highest": [{"block": 64, "at_once": 2, "num_warps": 4}]}
     monkeypatch.setattr(tiles, "_table", lambda _: table)
 
 
@@ -54,6 +55,38 @@ SETTINGS = {
 def test_a_row_is_drawn_as_by_sorting(setting):
     numbers = [0.001, 0.2, 0.5, 0.83, 0.999]
     check(sampling_kernel, logits_of(5), rows_of(*((*setting, number) for number in numbers)))
+
+
+def check_highest(kernel, logits: torch.Tensor) -> None:
+    """With NaN behind each row, and a row's answer set apart from its neighbours'."""
+    wide = torch.full((len(logits), logits.shape[1] + 5), NAN, dtype=logits.dtype)
+    wide[:, : logits.shape[1]] = logits
+    found, wanted = torch.full((len(logits),), -7), torch.full((len(logits),), -7)
+    kernel.highest(wide[:, : logits.shape[1]], found)
+    reference.highest(logits, wanted)
+    assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 63, 128, 129, 400])
+def test_the_highest_is_that_of_the_reference(size, dtype):
+    check_highest(sampling_kernel, logits_of(7, size).to(dtype))
+
+
+def test_the_highest_is_the_lowest_id_of_equal_ones_and_never_nan():
+    logits = torch.full((6, 300), -INF)
+    logits[1, [70, 200, 299]] = 3.0
+    logits[2, 5], logits[2, 6] = NAN, -9.0
+    logits[3] = NAN
+    logits[4, [17, 255]] = INF
+    logits[5, 100], logits[5, 101] = -0.0, 0.0
+    check_highest(sampling_kernel, logits)
+
+
+def test_the_highest_by_the_last_of_equal_ones_is_caught(tmp_path):
+    faulty = planted(sampling_kernel, ("tl.where(b_logits > b_best", "tl.where(b_logits >= b_best"), tmp_path)
+    with pytest.raises(AssertionError):
+        check_highest(faulty, torch.zeros(2, 300))
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)

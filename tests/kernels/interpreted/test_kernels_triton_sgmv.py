@@ -7,7 +7,7 @@ from kernels import tiles
 from kernels.sgmv import LoraSlice, plan_sgmv, triton_vector
 from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.testing import NAN
-from tests.kernels.interpreted.checks import check_sgmv, draw, lora_slices, planted
+from tests.kernels.interpreted.checks import add_lora, check_sgmv, draw, lora_slices, planted
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
 FORMS = pytest.mark.parametrize("is_vector", [1000, 0], ids=["vectors", "matrices"])
@@ -80,8 +80,8 @@ def test_permuted_rows_give_permuted_bits(is_vector):
     x, y = draw(8, 160, dtype=BF16), draw(8, 96, dtype=BF16, seed=1)
     order = [5, 2, 7, 0, 1, 6, 4, 3]
     moved = y[order]
-    sgmv_kernel.sgmv(moved, x[order], slices, plan_sgmv([slots[row] for row in order], x.device))
-    sgmv_kernel.sgmv(y, x, slices, plan_sgmv(slots, x.device))
+    add_lora(sgmv_kernel, moved, x[order], slices, plan_sgmv([slots[row] for row in order], x.device))
+    add_lora(sgmv_kernel, y, x, slices, plan_sgmv(slots, x.device))
     assert torch.equal(moved, y[order])
 
 
@@ -200,17 +200,6 @@ def test_a_fault_of_the_vector_form_is_caught(fault, tmp_path, monkeypatch):
 def test_a_captured_plan_serves_any_mix_of_adapters(slots, room, dtype):
     slices = lora_slices([MIXED, MIXED[::-1]], 160, [96, 16], dtype, used=set(slots))
     check_sgmv(sgmv_kernel, slots, slices, dtype, room=room)
-
-
-@FORMS
-def test_shrink_and_expand_apart_give_the_bits_of_both_in_line(is_vector):
-    slots = [0, 3, -1, 1, 1, 4, 0, 2]
-    slices = lora_slices([MIXED, MIXED[::-1]], 160, [96, 16], BF16, used=set(slots))
-    x, plan = draw(8, 160, dtype=BF16), plan_sgmv(slots, torch.device("cpu"))
-    in_line, apart = (draw(8, 112, dtype=BF16, seed=1) for _ in range(2))
-    sgmv_kernel.sgmv(in_line, x, slices, plan)
-    sgmv_kernel.expand(apart, sgmv_kernel.shrink(x, slices, plan))
-    assert torch.equal(apart, in_line)
 
 
 def test_a_stale_rank_of_a_slot_is_caught(tmp_path):

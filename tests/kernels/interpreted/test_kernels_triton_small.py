@@ -10,6 +10,7 @@ from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
 from kernels.testing import Heads
 from tests.kernels.interpreted.checks import (
+    check_add_parts_rms_norm,
     check_add_rms_norm,
     check_qk_rope_kv,
     check_rms_norm,
@@ -35,8 +36,20 @@ def test_rms_norm_adds_the_residual_in_place_before_it(shape, dtype):
     check_add_rms_norm(rms_norm_kernel, shape, dtype)
 
 
+@BOTH
+@pytest.mark.parametrize(("num_parts", "shape"), [(1, (3, 97)), (2, (1, 97)), (4, (7, 576)), (7, (3, 4096))])
+def test_rms_norm_adds_parts_up_in_their_order_before_it(num_parts, shape, dtype):
+    check_add_parts_rms_norm(rms_norm_kernel, num_parts, shape, dtype)
+
+
+def test_a_rms_norm_that_forgets_the_last_part_is_caught(tmp_path):
+    faulty = planted(rms_norm_kernel, ("tl.static_range(1, PARTS)", "tl.static_range(1, PARTS - 1)"), tmp_path)
+    with pytest.raises(AssertionError):
+        check_add_parts_rms_norm(faulty, 4, (3, 97), FLOAT)
+
+
 def test_rms_norm_without_its_mask_is_caught(tmp_path):
-    fault = ("o_size[None, :], mask=mask, other=0.0)\n    if ADDS", "o_size[None, :])\n    if ADDS")
+    fault = ("b_x = tl.load(p_own, mask=mask, other=0.0)\n    for _", "b_x = tl.load(p_own)\n    for _")
     faulty = planted(rms_norm_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
         check_rms_norm(faulty, (3, 97), FLOAT)
@@ -109,8 +122,8 @@ def test_silu_mul_with_gate_and_up_in_the_wrong_order_is_caught(tmp_path):
 @pytest.mark.parametrize("norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize(
     "heads",
-    [Heads(4, 4, 8), Heads(9, 3, 64), Heads(12, 1, 80), Heads(2, 2, 256), Heads(16, 8, 128)],
-    ids=["multi-head", "groups of 3", "multi-query 80", "head size 256", "groups of 2"],
+    [Heads(4, 4, 8), Heads(9, 3, 64), Heads(12, 1, 80), Heads(4, 2, 96), Heads(2, 2, 256), Heads(16, 8, 128)],
+    ids=["multi-head", "groups of 3", "multi-query 80", "head size 96", "head size 256", "groups of 2"],
 )
 def test_qk_rope_kv_equals_its_reference(heads, norms, dtype):
     check_qk_rope_kv(qk_rope_kv_kernel, 7, heads, dtype, norms=norms)

@@ -25,8 +25,9 @@ from gateway.parts import Parts
 from gateway.settings import EngineAddress, Settings
 from migrations import upgrade
 from tenants import keys
+from tenants.key_repository import KeyRepository
 from tenants.pricing import default_prices
-from tenants.repositories import KeyRepository, RateCardRepository, TenantRepository
+from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
 from tests import plain
 from tests.engine_process import EngineProcess

@@ -16,8 +16,9 @@ from gateway.app import public_app
 from gateway.failures import MAX_FAILURES
 from tenants import keys
 from tenants.directory import bump_epoch
+from tenants.key_repository import KeyRepository
 from tenants.limits import KEY_SCOPES
-from tenants.repositories import KeyRepository, TenantRepository
+from tenants.repositories import TenantRepository
 from tenants.secrets import Secrets
 from tenants.tables import LedgerEntry, RequestRecord
 from tests import plain

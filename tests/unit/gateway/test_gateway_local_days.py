@@ -9,9 +9,10 @@ from zoneinfo import ZoneInfo
 import pytest
 from gateway_harness import House, rows
 
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
+from tenants.settled import SettledRequest
 from tenants.tables import LedgerEntry
 
 NS = 10**9

@@ -11,10 +11,11 @@ import pytest
 from gateway_harness import House, eventually, rows, running_house
 from redis import Redis
 
+from tenants.key_repository import KeyRepository
 from tenants.quota.budgets import period_of
 from tenants.quota.spend_repository import GatewayLeaseRepository
 from tenants.quota.wallet import Hold, WalletRepository
-from tenants.repositories import KeyRepository, TenantRepository
+from tenants.repositories import TenantRepository
 from tenants.tables import LedgerEntry, RequestRecord, WalletHold
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -20,8 +20,8 @@ from gateway_harness import House, eventually
 
 from gateway.adapters.adapters import MAX_UPLOADS_AT_ONCE
 from gateway.adapters.sweep import AdapterSweep
+from tenants.adapters.repository import AdapterRepository
 from tenants.adapters.staged import MAX_STAGED_ADAPTERS
-from tenants.repositories import AdapterRepository
 from tests.tiny import tiny_adapter, write_peft_dir
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tenants import keys
-from tenants.repositories import OperatorRepository
+from tenants.key_repository import OperatorRepository
 from tenants.tables import LedgerEntry
 from tests import plain
 from tests.ops_server import OpsServer, ops_server_in_thread

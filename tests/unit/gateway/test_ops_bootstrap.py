@@ -12,7 +12,8 @@ from gateway.serve import bootstrap
 from gateway.serve.supervisor import banner
 from gateway.settings import Settings
 from tenants import keys
-from tenants.repositories import KeyRepository, TenantRepository
+from tenants.key_repository import KeyRepository
+from tenants.repositories import TenantRepository
 from tenants.secrets import rotate
 from tests.ops_server import settings_of
 from tests.stores import valkey_server

@@ -14,10 +14,11 @@ from sqlmodel import update
 from gateway.cli import main
 from tenants import replica_times
 from tenants.database import Database
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
 from tenants.replica_times import ReplicaSpan
+from tenants.settled import SettledRequest
 from tenants.tables import LedgerEntry, UsageRollup
 from tests.ops_server import OpsServer, ops_server_in_thread
 

@@ -13,9 +13,10 @@ from ops_client import client_of, error_of
 
 from gateway.cli import main
 from tenants.database import Database
-from tenants.ledger import Ledger, SettledRequest, entry_id
+from tenants.ledger import Ledger, entry_id
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
+from tenants.settled import SettledRequest
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 AT_NS = 1_900_000_800_123_456_789

@@ -5,9 +5,10 @@ import uuid
 
 from sqlmodel import select
 
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, METERS, RateCard, default_prices
+from tenants.settled import SettledRequest
 
 DAY_S = 86_400
 START_S = 1_900_022_400 - 1_900_022_400 % DAY_S

@@ -14,10 +14,11 @@ from tenants.audit.journals import USAGE
 from tenants.audit.replicas import SPAN
 from tenants.audit_log import SERVER, AuditLog, Change, Head
 from tenants.invoices.credit_notes import CreditNoteRepository
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import METERS, RateCard, default_prices
 from tenants.replica_times import ReplicaSpan
+from tenants.settled import SettledRequest
 from tenants.tables import RateCardItem, RateCardVersion, RequestRecord, Tenant
 from tests.invoicing import issue
 from tests.tampering import tamper

@@ -16,9 +16,10 @@ from tenants import keys
 from tenants.database import Database
 from tenants.directory import EPOCH_KEY, Directory, bump_epoch
 from tenants.errors import StoreUnavailable
+from tenants.key_repository import KeyRepository, OperatorRepository
 from tenants.pricing import default_prices
 from tenants.quota.quota import Limits
-from tenants.repositories import KeyRepository, OperatorRepository, RateCardRepository, TenantRepository
+from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.secrets import Secrets, rotate
 
 TERMINATE = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"

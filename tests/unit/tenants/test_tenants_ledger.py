@@ -14,11 +14,15 @@ from sqlmodel import select
 from tenants.audit_log import AuditLog
 from tenants.database import Database
 from tenants.errors import InvalidRecord, InvalidValue
-from tenants.ledger import Ledger, SettledRequest, entry_id
+from tenants.ledger import Ledger, entry_id
 from tenants.meter import RequestContext
 from tenants.pricing import ANY, MAX_PRICE_PICOUSD, MAX_QUANTITY, METERS, RateCard, default_prices
-from tenants.repositories import RateCardRepository, RecordRepository, UsageQuery, UsageRepository
+from tenants.record_repository import RecordRepository
+from tenants.repositories import RateCardRepository
+from tenants.settled import SettledRequest
 from tenants.tables import LedgerEntry, RequestRecord, UnbookedRecord
+from tenants.usage.query import UsageQuery
+from tenants.usage.repository import UsageRepository
 
 CARD = RateCard("rc_1", 1, 0, default_prices())
 CARDS = {"rc_1": CARD}

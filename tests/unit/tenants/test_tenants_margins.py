@@ -9,11 +9,12 @@ import pytest
 from tenants import replica_times
 from tenants.database import Database
 from tenants.errors import InvalidRecord, InvalidValue
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.margins import MarginQuery, Margins, margins
 from tenants.meter import RequestContext
 from tenants.pricing import Quantities, RateCard, charges, default_prices
 from tenants.replica_times import ReplicaSpan
+from tenants.settled import SettledRequest
 
 CARD = RateCard("rc_1", 1, 0, default_prices())
 CARDS = {"rc_1": CARD}

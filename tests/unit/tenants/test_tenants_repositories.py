@@ -8,10 +8,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlmodel import select
 
 from tenants import keys
+from tenants.adapters.repository import AdapterRepository, NewVersion
 from tenants.database import Database
 from tenants.errors import InvalidValue, LimitExceeded, NameTaken, NotFound, VersionConflict
+from tenants.key_repository import KeyRepository
 from tenants.pricing import default_prices
-from tenants.repositories import AdapterRepository, KeyRepository, NewVersion, RateCardRepository, TenantRepository
+from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.tables import ApiKey
 
 

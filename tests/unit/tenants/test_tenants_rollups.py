@@ -14,9 +14,10 @@ from sqlmodel import select
 import migrations
 from tenants.database import Database
 from tenants.pricing import METERS
-from tenants.repositories import UsageQuery, UsageRepository
 from tenants.tables import LedgerEntry, Posting, RequestRecord, UsageRollup, UsageSeries
 from tenants.usage.cover import RAW, cover
+from tenants.usage.query import UsageQuery
+from tenants.usage.repository import UsageRepository
 from tenants.usage.rollup_check import differences, rebuild
 
 

@@ -8,12 +8,13 @@ import pytest
 from sqlmodel import select
 
 from tenants.errors import GrantDiffers, InvalidValue
-from tenants.ledger import Ledger, SettledRequest
+from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
 from tenants.quota.alerts import AlertFold
 from tenants.quota.wallet import MAX_PICOUSD, Hold, WalletFold, WalletRepository
 from tenants.repositories import TenantRepository
+from tenants.settled import SettledRequest
 from tenants.tables import Event, Tenant, Wallet, WalletHold
 
 CARD = RateCard("rc_1", 1, 1, default_prices())

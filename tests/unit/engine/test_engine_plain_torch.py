@@ -1,0 +1,76 @@
+"""engine/gpu/plain_torch: an operator is told what a GPU computes without a kernel."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.build import Options, resolve_sizes
+from engine.gpu.plain_torch import warn_of, without_kernel
+from engine.metering.device_counters import FALLBACKS
+from engine.models.config import AttentionConfig, ModelConfig
+from tests.tiny import tiny_config
+from tests.tiny_moe import MOE
+
+BF16, FLOAT = torch.bfloat16, torch.float32
+
+
+def of_head_size(head_dim: int) -> ModelConfig:
+    return replace(tiny_config(), attention=AttentionConfig(4, 2, head_dim))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "expected"),
+    [(80, BF16, ()), (96, FLOAT, ()), (128, FLOAT, ()), (256, BF16, ()), (256, FLOAT, ("head_size",))],
+)
+def test_attention_has_a_kernel_up_to_so_many_bytes_of_a_head(head_dim, dtype, expected):
+    assert without_kernel(of_head_size(head_dim), dtype) == expected
+
+
+def test_experts_have_none():
+    assert without_kernel(MOE["mixtral"], BF16) == ("experts",)
+
+
+def test_one_line_names_all_of_it(caplog):
+    warn_of(("head_size", "experts"))
+
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "attention" in record.message
+    assert "experts" in record.message
+    assert "tenora_fallbacks_total" in record.message
+
+
+def test_nothing_is_said_of_a_model_with_all_its_kernels(caplog):
+    warn_of(())
+
+    assert not caplog.records
+
+
+def test_what_is_told_is_what_is_counted():
+    for model, dtype in ((of_head_size(256), FLOAT), (MOE["mixtral"], BF16)):
+        assert {("kernel", reason) for reason in without_kernel(model, dtype)} <= set(FALLBACKS)
+
+
+def options(**changes: object) -> Options:
+    return Options("m", Path("m"), kv_blocks=64, deterministic=True, **changes)
+
+
+def test_a_deterministic_engine_on_a_gpu_takes_no_more_tokens_a_step_than_its_one_shape_and_says_so(caplog):
+    caplog.set_level("INFO")
+    cuda = torch.device("cuda")
+
+    assert resolve_sizes(options(), tiny_config(), BF16, cuda).max_step_tokens == 256
+    assert resolve_sizes(options(max_step_tokens=4096), tiny_config(), BF16, cuda).max_step_tokens == 1024
+    assert "computed as 1024 tokens" in caplog.text
+
+
+def test_a_deterministic_engine_on_a_cpu_has_the_sizes_of_any_other():
+    assert resolve_sizes(options(), tiny_config(), FLOAT, torch.device("cpu")).max_step_tokens == 512
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(MOE["mixtral"], BF16), (of_head_size(256), FLOAT)])
+def test_a_deterministic_engine_of_what_has_no_kernel_does_not_start(model, dtype):
+    with pytest.raises(ValueError, match="--deterministic"):
+        resolve_sizes(options(), model, dtype, torch.device("cuda"))
