@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear.reference import BLOCK
@@ -27,39 +28,42 @@ PAIR_TO_BF16 = tl.constexpr("""{
 
 
 @triton.jit
-def _wide(
-    p_weight,
-    o_out,
-    m_out,
+def _tile(
+    p_matrix,
+    first_row,
     first,
-    SIZE_IN: tl.constexpr,
+    num_rows,
+    stride_row,
+    SIZE: tl.constexpr,
     PART: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
-    dtype: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_K] of the weight from column ``first`` on, its numbers as they are. IN_PAIRS: the weight is int8
-    and read two numbers at a time; as bytes each is taken out of what a thread loads, and put back into pairs."""
-    if IN_PAIRS:
-        o_pairs = first // 2 + tl.arange(0, BLOCK_K // 2)
-        m_pairs = o_pairs < SIZE_IN // 2 if SIZE_IN % PART else tl.full((BLOCK_K // 2,), True, tl.int1)
-        b_pairs = tl.load(
-            p_weight + (o_out * (SIZE_IN // 2))[:, None] + o_pairs[None, :],
-            mask=m_out[:, None] & m_pairs[None, :],
-            other=0,
-        )
-        b_even, b_odd = tl.inline_asm_elementwise(
-            PAIR_TO_BF16, "=h,=h,h", [b_pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
-        )
-        b_wide = tl.join(b_even, b_odd).reshape(BLOCK_N, BLOCK_K)
+    """ROWS × BLOCK numbers of a matrix; zeros past num_rows, and past SIZE, which a part of PART columns may pass where
+    it does not divide SIZE. TMA: p_matrix is a tensor's descriptor."""
+    if TMA:
+        b_tile = p_matrix.load([first_row.to(tl.int32), first.to(tl.int32)])
     else:
-        o_in = first + tl.arange(0, BLOCK_K)
-        m_in = o_in < SIZE_IN if SIZE_IN % PART else tl.full((BLOCK_K,), True, tl.int1)
-        b_weight = tl.load(
-            p_weight + (o_out * SIZE_IN)[:, None] + o_in[None, :], mask=m_out[:, None] & m_in[None, :], other=0.0
+        i_rows = first_row.to(tl.int64) + tl.arange(0, ROWS)
+        o_in = first + tl.arange(0, BLOCK)
+        m_in = o_in < SIZE if SIZE % PART else tl.full((BLOCK,), True, tl.int1)
+        mask = (i_rows < num_rows)[:, None] & m_in[None, :]
+        b_tile = tl.load(p_matrix + (i_rows * stride_row)[:, None] + o_in[None, :], mask=mask, other=0.0)
+    return b_tile
+
+
+@triton.jit
+def _wide(b_data, dtype: tl.constexpr, IN_PAIRS: tl.constexpr):
+    """The numbers as they are. IN_PAIRS: of int8, read two at a time; bytes would each be taken out of what a thread
+    loads and put back into pairs."""
+    if IN_PAIRS:
+        b_even, b_odd = tl.inline_asm_elementwise(
+            PAIR_TO_BF16, "=h,=h,h", [b_data], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
-        b_wide = b_weight.to(tl.float32).to(dtype)  # fp8 straight to bf16 takes longer (measured)
+        b_wide = tl.join(b_even, b_odd).reshape(b_data.shape[0], 2 * b_data.shape[1])
+    else:
+        b_wide = b_data.to(tl.float32).to(dtype)  # fp8 straight to bf16 takes longer (measured)
     return b_wide
 
 
@@ -93,25 +97,29 @@ def _multiply(
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
     IN_PAIRS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """PART: columns of the weight of one program, whole blocks; no part begins past the last column. SCALED: rows and
     columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    i_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # the same weights one after the other
-    o_out = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_M  # the programs of the same weights follow each other
+    first_out = tl.program_id(1).to(tl.int64) * BLOCK_N
     i_part = tl.program_id(2).to(tl.int64)
+    i_rows = first_row + tl.arange(0, BLOCK_M)
+    o_out = first_out + tl.arange(0, BLOCK_N)
     m_out = o_out < SIZE_OUT
     m_rows = i_rows < num_rows
+    PAIR: tl.constexpr = 2 if IN_PAIRS else 1
+    SIZE: tl.constexpr = SIZE_IN // PAIR
     b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for i_step in range(0, PART, BLOCK_K):
         first = i_part * PART + i_step
-        o_in = first + tl.arange(0, BLOCK_K)
-        m_in = o_in < SIZE_IN if SIZE_IN % PART else tl.full((BLOCK_K,), True, tl.int1)
-        b_x = tl.load(
-            p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0
+        b_x = _tile(p_x, first_row, first, num_rows, stride_x, SIZE_IN, PART, BLOCK_M, BLOCK_K, TMA)
+        b_data = _tile(
+            p_weight, first_out, first // PAIR, SIZE_OUT, SIZE, SIZE, PART // PAIR, BLOCK_N, BLOCK_K // PAIR, TMA
         )
-        b_wide = _wide(p_weight, o_out, m_out, first, SIZE_IN, PART, BLOCK_N, BLOCK_K, IN_PAIRS, p_x.dtype.element_ty)
+        b_wide = _wide(b_data, b_x.dtype, IN_PAIRS)
         if SCALED:
             p_scale = p_scales + o_out // SCALED * ((SIZE_IN + SCALED - 1) // SCALED) + first // SCALED
             b_scale = tl.load(p_scale, mask=m_out & (first < SIZE_IN), other=0.0)
@@ -204,9 +212,12 @@ def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tupl
     block_m = min(max(16, power_of_2(num_rows)), row["block_m"])
     is_int8 = weight.data.dtype == torch.int8
     in_pairs = bool(row["pairs"]) and is_int8 and x.dtype == torch.bfloat16 and size_in % 2 == 0
+    data = weight.data.view(torch.int16) if in_pairs else weight.data
+    tma = bool(row["tma"]) and all(map(_has_descriptor, (x, data)))
+    columns = block_k // 2 if in_pairs else block_k
     _multiply[(triton.cdiv(num_rows, block_m), triton.cdiv(size_out, row["block_n"]), num_parts)](
-        x,
-        weight.data.view(torch.int16) if in_pairs else weight.data,
+        TensorDescriptor.from_tensor(x, [block_m, block_k]) if tma else x,
+        TensorDescriptor.from_tensor(data, [row["block_n"], columns]) if tma else data,
         weight.scales,
         weight.scales if weight.bias is None else weight.bias,
         out,
@@ -223,6 +234,12 @@ def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tupl
         IS_SPLIT=num_parts > 1,
         PDL=num_parts > 1 and bool(row["pdl"]),
         IN_PAIRS=in_pairs,
+        TMA=tma,
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
     )
+
+
+def _has_descriptor(matrix: Tensor) -> bool:
+    """Whether the tensor memory accelerator can read it."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0

@@ -25,13 +25,13 @@ from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
 Answers = dict[str, list[Any]]  # by request: each token with its log-probabilities, and what the prompt's were
-LENGTHS = (3, 17, 40, 64, 100, 130, 200, 31)
+LENGTHS = (3, 17, 40, 64, 100, 1018, 1500, 31)  # past the keys of one chunk of attention: grown there, and begun
 RANKS = (4, 8, 16, 64, 3, 32)  # of adapters a0 … a5
 OF_REQUEST = ("", "a0", "a1", "a2", "a3", "a4", "a5", "")
 NEW_TOKENS = 12
 SIZES = EngineConfig(
     num_blocks=2048,
-    context_tokens=1024,
+    context_tokens=2048,
     max_step_tokens=256,
     max_running=256,
     adapter_slots=len(RANKS),
@@ -119,9 +119,9 @@ def ways(of: Ways) -> dict[str, Callable[[], Answers]]:
 
 
 def preempted(of: Ways) -> Answers:
-    """A pool that does not hold what they grow to."""
+    """A pool that does not hold what the short ones and others grow to."""
     engine = of.engine(num_blocks=40)
-    found = of.run(engine, num_others=20)
+    found = of.run(engine, [0, 1, 2, 3, 4, 7], num_others=20)
     assert engine.scheduler.num_preemptions > 0, "nobody gave way"
     return found
 

@@ -102,8 +102,17 @@ def _lora() -> list[Variant]:
         _rows("sgmv_form", rows_of_slot=1000),
         ("T=16 L=1 r=16", "T=64 L=8 r=16", "T=256 L=8 r=16"),
     )
+    several = tuple(f"T=256 L={count} r=16{label}" for count in (8, 64) for label in ("", " 14336→4096"))
     return [
         alone,
+        *(
+            (
+                f"split {split} stages {stages}",
+                _rows("sgmv_shrink", block_m=16, block_k=256, split=split, num_warps=4, num_stages=stages),
+                several,
+            )
+            for split, stages in ((2, 4), (4, 4), (8, 3), (16, 3))
+        ),
         *(
             (*_vector(*sizes), cases)
             for sizes in (

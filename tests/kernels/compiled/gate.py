@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import tiles
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
@@ -79,6 +80,10 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
         value = given[parameter.name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, TensorDescriptor):
+            block = ", ".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
             continue
         is_tensor = isinstance(value, torch.Tensor)
         signature[parameter.name] = (
