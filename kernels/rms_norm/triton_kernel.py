@@ -33,12 +33,9 @@ def _rms_norm(
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
     PARTS: tl.constexpr,
-    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
-    if TRIGGERS:
-        tl.extra.cuda.gdc_launch_dependents()
     i_program = tl.program_id(0).to(tl.int64)
     if PIECE_BYTES:
         num_own = tl.cdiv(num_rows, ROWS)
@@ -105,7 +102,6 @@ def rms_norm(
             ROWS=rows,
             ADDS=residual is not None,
             PARTS=num_parts,
-            TRIGGERS=is_early("shrink", x.device),
             PDL=pdl,
             num_warps=num_warps,
             **arguments(prefetch, weight, num_warps),
