@@ -21,7 +21,7 @@ LAYERS = 12
 
 
 def halves_around_a_product_give_the_bits_of_both_behind_it() -> None:
-    """A chain of layers, launched and as a graph (the second one's first launch is a shrink), 20 times; early or not."""
+    """A chain of layers, launched and as a graph (of which one begins with a shrink), 20 times; early or not."""
     for is_early, num_rows in itertools.product((0, 1), (1, 32, 300, 3000)):
         slots = [POPULARITIES["with base rows"](row + 1) for row in range(num_rows)]
         parts = [lora_case(slots, 4096, (4096,), torch.bfloat16) for _ in range(LAYERS)]
