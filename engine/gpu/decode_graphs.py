@@ -25,7 +25,7 @@ from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
-from kernels.paged_attention import DecodeShape, PrefixGroup, captured_plan, fill_plan, plan_numbers
+from kernels.paged_attention import DecodeShape, PrefixGroup, captured_plan, fill_plan, may_capture, plan_numbers
 from kernels.sampling import highest
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.timing import timed
@@ -136,12 +136,13 @@ def replay(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def graph_kinds(model: ModelConfig, config: EngineConfig) -> tuple[Kind, ...]:
-    """All that are captured, of each size those of lower ranks first. Steps with groups take adapters of any rank in
-    one graph."""
-    shapes = shapes_of(config)
-    larger = [size for size in shapes.decodes if size >= LEAST_DECODES] if may_share(model, config) else []
+    """All that are captured, of each size those of lower ranks first; may be none. Steps with groups take adapters of
+    any rank in one graph."""
+    shapes, attention = shapes_of(config), model.attention
+    sizes = shapes.decodes if may_capture(attention.num_heads, attention.num_kv_heads) else ()
+    larger = [size for size in sizes if size >= LEAST_DECODES] if may_share(model, config) else []
     return (
-        *(Kind(size, rank, has_groups=False) for size in shapes.decodes for rank in shapes.ranks),
+        *(Kind(size, rank, has_groups=False) for size in sizes for rank in shapes.ranks),
         *(Kind(size, rank, has_groups=True) for size in larger for rank in sorted({0, shapes.ranks[-1]})),
     )
 

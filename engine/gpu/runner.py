@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.batch import Rows, flatten, on_device, to_batch
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import DecodeGraphs, resolve
+from engine.gpu.decode_graphs import DecodeGraphs, graph_kinds, resolve
 from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.plain_torch import warn_of, without_kernel
 from engine.gpu.sampler import DeviceSampler, Scores, score, to_host
@@ -74,7 +74,7 @@ class CudaRunner(Runner):
         self._prompts: PieceGraphs | None = None
         if has_graphs and not self._without_kernel:
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
-            self._decodes = DecodeGraphs(*shared) if shapes.decodes else None
+            self._decodes = DecodeGraphs(*shared) if graph_kinds(model.config, config) else None
             self._prompts = PieceGraphs(*shared)
 
     @torch.inference_mode()

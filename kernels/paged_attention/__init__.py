@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kernels.paged_attention import reference
-from kernels.paged_attention.captured import DecodeShape, captured_plan, fill_plan, plan_numbers
+from kernels.paged_attention.captured import DecodeShape, captured_plan, fill_plan, may_capture, plan_numbers
 from kernels.paged_attention.groups import MIN_MEMBERS, MIN_TOKENS, may_group, pays
 from kernels.paged_attention.plan import AttentionPlan, PrefixGroup, plan_attention
 from kernels.timing import timed
@@ -17,6 +17,7 @@ __all__ = [
     "PrefixGroup",
     "captured_plan",
     "fill_plan",
+    "may_capture",
     "may_group",
     "paged_attention",
     "pays",

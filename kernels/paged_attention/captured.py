@@ -17,6 +17,7 @@ from kernels.paged_attention.plan import AttentionPlan, PrefixGroup
 from kernels.paged_attention.work import (
     COLUMNS,
     GROUP_ROWS,
+    MAX_SPLIT_ROWS,
     NO_CUT,
     AttentionWork,
     Cut,
@@ -81,6 +82,11 @@ class DecodeShape:
             pieces = count // (GROUP_ROWS // self.rows) + count // 2 + 1
             group_items = pieces * self.most_chunks("group_work") * COLUMNS
         return spans([count + 1, count, count, 2, count * COLUMNS, items, group_items])
+
+
+def may_capture(num_heads: int, num_kv_heads: int) -> bool:
+    """Whether a model's decodes can be captured: a sequence's query heads of a key/value head go into one program."""
+    return num_heads // num_kv_heads <= MAX_SPLIT_ROWS
 
 
 def plan_numbers(shape: DecodeShape) -> int:

@@ -7,9 +7,7 @@ from kernels.paged_attention.work import GROUP_ROWS
 
 MIN_TOKENS = 512  # shared, for a group
 MIN_MEMBERS = 4
-MIN_SPARED_BYTES = (
-    64 << 20
-)  # of keys and values, for the launch of a step's groups: it takes as long as 13 µs of reading
+MIN_SPARED_BYTES = 60_000_000  # of keys and values of a layer: from there on measured as a gain (ops/bench/NOTES.md)
 
 
 def may_group(num_heads: int, num_kv_heads: int, sliding_window: int | None) -> bool:

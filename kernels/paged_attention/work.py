@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.int64]
 MAX_SPLIT_QUERIES = 8  # up to here (decode, and the check of drafted tokens) a sequence takes the split kernel
+MAX_SPLIT_ROWS = 64  # of a program of the split kernel
 CHUNK_STEP = 64  # keys: chunks of a split sequence are multiples of it
 GROUP_ROWS = 64  # of a program of a group: always, so that a row's bits do not depend on the group's size
 COLUMNS = 8  # of an item and of a merge, int32
@@ -172,7 +173,7 @@ def rows_of_pieces(pieces: Pieces) -> Numbers:
 
 def split_block_m(num_rows: int) -> int:
     """Rows of a program of the split kernel."""
-    return min(64, max(16, power_of_2(num_rows)))
+    return min(MAX_SPLIT_ROWS, max(16, power_of_2(num_rows)))
 
 
 @dataclass

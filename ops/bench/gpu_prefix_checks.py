@@ -69,7 +69,6 @@ class SharingRows(common.Rows):
         lengths = [1] * row + [num_tokens + (SHARED if group else 0)]
         choice = common.Rows(self.config, lengths, logprobs=3).choices[row]
         choice.seq_id = 1000 + row
-        choice.adapter_slot = self.choices[row].adapter_slot
         self.choices[row] = choice
         if group:
             self._share(row, group[0])
@@ -96,6 +95,7 @@ def check_groups_are_the_same_replayed_launched_and_repeated(name: str = "tiny")
                     rows.take_place(3, 17)  # with 15 decodes 32 tokens, a size of the graphs
                 if step == 40:
                     rows.take_place(12, 49, SECOND)  # 64
+                rows.use([-1] * NUM_ROWS if step in (20, 40) else SLOTS)  # launched, prompts take another form of LoRA
                 plan = rows.plan()
                 found.append(list(runner.launch(plan).results()))
                 rows.take(plan, found[-1])

@@ -15,6 +15,7 @@ from tests.served import Served, eventually, parse_metrics, serving
 MOVED_ELSEWHERE = {
     "tenora_spans_dropped_total": "tests/unit/gateway: a full span queue",
     "tenora_fallbacks_total": "tests/unit/gateway: a store that is down",
+    "tenora_grouped_decodes_total": "tests/gpu: decodes behind one text, in groups on a GPU only",
     "tenora_engine_gateways": "below: a killed gateway",
     "tenora_usage_journal_failing": "tests/unit/engine: a full disk",
     "tenora_grammar_cut_total": "tests/unit/engine: a mask that costs too much",

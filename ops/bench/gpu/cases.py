@@ -327,7 +327,11 @@ def _lora_cases() -> list[Case]:
         _lora([16] * 8, 2048, "r=16", (39, 24, 18)),
         _lora([16], 16, "r=16", (None, None, None)),
         _lora([16] * 8, 64, "r=16", (None, None, None)),
-        _lora([16] * 8, 256, "r=16", (None, None, None)),
+        *(
+            _lora([16] * count, 256, f"r=16{label}", (None, None, None), size_in=size_in)
+            for count in (8, 64)
+            for label, size_in in (("", HIDDEN), (" 14336→4096", 14336))
+        ),
         _lora([16] * 64, 64, "r=16 14336→4096", (None, None, None), size_in=14336),
     ]
 

@@ -54,21 +54,37 @@ def captured_decode(lengths: Sequence[int], max_tokens: int, shared: int = 0) ->
     return Built(calls, verify)
 
 
+# sequences, shared tokens, own ones: the smaller tell from where on groups pay (groups.MIN_SPARED_BYTES)
+SHARED = (
+    (64, 4096, 1024), (64, 4096, 64), (16, 4096, 1024), (16, 4096, 64), (8, 4096, 64), (8, 2048, 64), (16, 1024, 64),
+    (64, 512, 64), (192, 1024, 64),
+)  # fmt: skip
+
+
 def captured_cases() -> list[Case]:
-    """Plans over memory for contexts up to 32k; 64 sequences that share 4k and have 1k of their own."""
+    """Plans over memory for contexts up to 32k; sequences with a shared beginning, read by each and together."""
     size = KV_HEADS * HEAD_DIM * 4
-    steps = {"B=1 1k": [1024], "B=8 4k": [4096] * 8, "B=32 4k": [4096] * 32, "B=64 4k": [4096] * 64}
+    steps = {
+        "B=32 192": [192] * 32,
+        "B=1 1k": [1024],
+        "B=8 4k": [4096] * 8,
+        "B=32 4k": [4096] * 32,
+        "B=64 4k": [4096] * 64,
+    }
     steps["B=64 ragged 1k-32k"] = ragged_lengths()[64]
     found = [
         Case("decode", f"captured {name}", lambda n=lengths: captured_decode(n, 32768), sum(lengths) * size, 0.0, 2)
         for name, lengths in steps.items()
     ]
-    for count, own in ((64, 1024), (64, 64), (16, 1024)):
-        whole = [4096 + own] * count
-        num_bytes, name = float(size * (4096 + own * count)), f"{count} x (4k shared + {own} own)"
+    for count, shared, own in SHARED:
+        whole = [shared + own] * count
+        label = f"{shared // 1024}k" if shared >= 1024 else str(shared)
+        num_bytes, name = float(size * (shared + own * count)), f"{count} x ({label} shared + {own} own)"
         found += [
             Case("decode", f"plain {name}", lambda n=whole: captured_decode(n, 32768), sum(whole) * size, 0.0, 2),
-            Case("decode", f"grouped {name}", lambda n=whole: captured_decode(n, 32768, 4096), num_bytes, 0.0, 3),
+            Case(
+                "decode", f"grouped {name}", lambda n=whole, m=shared: captured_decode(n, 32768, m), num_bytes, 0.0, 3
+            ),
         ]
     return found
 

@@ -37,7 +37,9 @@ def _shapes() -> list[Variant]:
 
 def _decode() -> list[Variant]:
     groups = ("grouped 64 x (4k shared + 1024 own)", "grouped 64 x (4k shared + 64 own)")
+    programs = ((264, 0), (1056, 0), (1056, 8))  # the last: as those of no group
     captured = (
+        "captured B=32 192",
         "captured B=1 1k",
         "captured B=8 4k",
         "captured B=32 4k",
@@ -48,6 +50,14 @@ def _decode() -> list[Variant]:
         *(
             (f"group chunks {chunk}", _rows("group_work", min_chunk=chunk, max_chunk=chunk, target_items=1), groups)
             for chunk in (384, 640)
+        ),
+        *(
+            (f"group programs {n} + {each}", _rows("captured_group_work", programs=n, per_sequence=each), groups)
+            for n, each in programs
+        ),
+        *(
+            (f"captured programs {n} + {each}", _rows("captured_work", programs=n, per_sequence=each), captured)
+            for n, each in ((264, 1), (264, 4), (528, 2))
         ),
         *(
             (
@@ -92,8 +102,17 @@ def _lora() -> list[Variant]:
         _rows("sgmv_form", rows_of_slot=1000),
         ("T=16 L=1 r=16", "T=64 L=8 r=16", "T=256 L=8 r=16"),
     )
+    several = tuple(f"T=256 L={count} r=16{label}" for count in (8, 64) for label in ("", " 14336→4096"))
     return [
         alone,
+        *(
+            (
+                f"split {split} stages {stages}",
+                _rows("sgmv_shrink", block_m=16, block_k=256, split=split, num_warps=4, num_stages=stages),
+                several,
+            )
+            for split, stages in ((2, 4), (4, 4), (8, 3), (16, 3))
+        ),
         *(
             (*_vector(*sizes), cases)
             for sizes in (

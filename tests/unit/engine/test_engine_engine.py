@@ -511,6 +511,7 @@ def test_a_device_tells_its_fallbacks_and_how_much_of_its_memory_it_used():
     counters.num_bytes += 700
     counters.fallbacks["graph", "experts"] += 2
     counters.shapes["decode 8"] += 3
+    counters.num_grouped += 5
 
     driver.run()
 
@@ -518,4 +519,5 @@ def test_a_device_tells_its_fallbacks_and_how_much_of_its_memory_it_used():
     assert told["tenora_fallbacks_total", "kind=graph,reason=experts"] == 2
     assert told["tenora_fallbacks_total", "kind=kernel,reason=head_size"] == 0
     assert told["tenora_batch_shape_total", "bucket=decode 8"] == 3
+    assert told["tenora_grouped_decodes_total", ""] == 5
     assert told["tenora_memory_bandwidth_ratio", ""] == pytest.approx(700 / engine.stats.account_ns["attributed"])

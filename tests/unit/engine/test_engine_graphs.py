@@ -1,5 +1,6 @@
 """engine/gpu: sizes of steps, the numbers of a step in flat memory, and what of the block tables is sent."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,21 @@ def test_graphs_with_groups_are_for_larger_steps_without_adapters_and_with_those
     assert grouped() == [(size, rank) for size in (8, 16, 24, 32, 48, 64) for rank in (0, 64)]
     assert grouped(adapter_slots=0, max_running=16) == [(8, 0), (16, 0)]
     assert grouped(max_running=4) == grouped(deterministic=True) == []
+
+
+def test_heads_that_do_not_fit_into_a_program_are_not_captured():
+    attention = replace(tiny_config().attention, num_heads=71, num_kv_heads=1)
+    model = replace(tiny_config(), attention=attention)
+
+    assert graph_kinds(model, config()) == ()
+    assert graph_bytes(model, config(), CPU) == 0
+    assert graph_kinds(replace(model, attention=replace(attention, num_heads=64)), config()) != ()
+
+
+def test_a_window_has_graphs_but_none_with_groups():
+    model = replace(tiny_config(), attention=replace(tiny_config().attention, sliding_window=100))
+
+    assert {kind.has_groups for kind in graph_kinds(model, config())} == {False}
 
 
 def test_graphs_are_reckoned_with_the_partial_results_of_groups():

@@ -14,6 +14,7 @@ from engine.models.config import from_hf
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import Sequence
 from kernels.paged_attention import MIN_TOKENS, PrefixGroup
+from kernels.paged_attention.groups import MIN_SPARED_BYTES
 from tests.tiny_steps import make_sequence
 
 BLOCK = 16
@@ -73,7 +74,7 @@ def test_too_few_members_too_few_tokens_and_too_small_a_step_make_no_group():
 
 def test_a_group_that_spares_less_than_its_launch_costs_is_none():
     spared = 7 * len(SYSTEM) * BLOCK
-    enough = -(-(64 << 20) // spared)
+    enough = -(-MIN_SPARED_BYTES // spared)
 
     assert finder(enough).groups(Batch().add(*[SYSTEM] * 8).plan()) != ()
     assert finder(enough - 1).groups(Batch().add(*[SYSTEM] * 8).plan()) == ()
