@@ -23,8 +23,7 @@ def is_early(kernel: str, device: torch.device) -> bool:
 
     It waits (gdc_wait) before it touches what any launch has written. So does each kernel launched so: when one has
     ended, all before it have, and whoever waits for the last one sees what all of them did. Who lets others begin
-    early (gdc_launch_dependents) may do so at any time, since they wait for its end. Programs that only prefetch
-    weights need not wait.
+    early (gdc_launch_dependents) may do so at any time, since they wait for its end.
     """
     return bool(tiles("pdl", device)[kernel])
 

@@ -82,7 +82,7 @@ class Attention:
         turned, new = self.norms(heads[:, :num_turned]), heads[:, num_turned:]
         caches = kv.keys[self.layer], kv.values[self.layer]
         places = batch.positions, rope_table, caches, batch.slot_mapping
-        return qk_rope_kv(turned, new, *places, self.head_norms, self.output.weight.data)
+        return qk_rope_kv(turned, new, *places, self.head_norms)
 
     def attend(self, queries: Tensor, plan: AttentionPlan, kv: KVCache) -> Tensor:
         """queries [T, N_q, D] → what they see, [T, N_q, D]."""

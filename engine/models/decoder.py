@@ -29,11 +29,11 @@ class RmsNorm:
         self.weight = weight
         self.eps = config.rms_norm_eps
 
-    def __call__(self, x: Tensor | None, residual: Tensor, next_weight: Tensor | None = None) -> Tensor:
-        """Of ``residual``, to which x is added first, in place. ``next_weight``: see kernels/prefetch."""
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """Of ``residual``, to which x is added first, in place."""
         if x is None:
-            return rms_norm(residual, self.weight, self.eps, next_weight)
-        return add_rms_norm(x, residual, self.weight, self.eps, next_weight)
+            return rms_norm(residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,12 @@ class Layer:
         self, x: Tensor | None, residual: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor
     ) -> Tensor:
         """The part before attention. x: what ``residual`` lacks (``finish``), None: nothing; it grows in place."""
-        normed = self.attention_norm(x, residual, self.attention.qkv.weight.data)
-        return self.attention.queries(normed, batch, kv, lora, table)
+        return self.attention.queries(self.attention_norm(x, residual), batch, kv, lora, table)
 
     def finish(self, seen: Tensor, residual: Tensor, lora: LoraStep) -> Tensor:
         """The part behind attention: seen [T, N_q, D] → what ``residual`` lacks then, see ``Linear.onto``."""
         x = self.attention.output.onto(residual, seen.flatten(1), lora)
-        return self.mlp.onto(residual, self.mlp_norm(x, residual, self.mlp.first_weight), lora)
+        return self.mlp.onto(residual, self.mlp_norm(x, residual), lora)
 
     def linears(self) -> tuple[Linear | MoeMlp, ...]:
         return self.attention.qkv, self.attention.output, *self.mlp.linears()
@@ -162,7 +161,7 @@ class Decoder:
         for layer in self.layers:
             queries = layer.queries(x, residual, batch, kv, step, self.rope_table)
             x = layer.finish(layer.attention.attend(queries, batch.attention, kv), residual, step)
-        return self.norm(x, residual, self.head.data)
+        return self.norm(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] → [R, V] fp32."""

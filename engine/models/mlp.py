@@ -22,12 +22,7 @@ class GatedMlp:
 
     def _inner(self, x: Tensor, lora: LoraStep) -> Tensor:
         gate_up, low = self.gate_up.apart(x, lora)
-        return silu_mul(gate_up, self.down.weight.data, low)
-
-    @property
-    def first_weight(self) -> Tensor:
-        """Of the product that comes first; see kernels/prefetch."""
-        return self.gate_up.weight.data
+        return silu_mul(gate_up, low)
 
     def linears(self) -> tuple[Linear, ...]:
         return self.gate_up, self.down

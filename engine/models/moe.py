@@ -61,11 +61,6 @@ class MoeMlp:
         """What ``residual`` lacks then, [T, H]."""
         return self(x, lora)
 
-    @property
-    def first_weight(self) -> Tensor | None:
-        """None: which weights are read is chosen first."""
-        return None
-
     def linears(self) -> "tuple[Linear | MoeMlp, ...]":
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
 

@@ -27,8 +27,8 @@ class _Watched(RmsNorm):
         self.weight, self.eps = norm.weight, norm.eps
         self.mean: Tensor | None = None
 
-    def __call__(self, x: Tensor | None, residual: Tensor, next_weight: Tensor | None = None) -> Tensor:
-        y = super().__call__(x, residual, next_weight)
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        y = super().__call__(x, residual)
         self.mean = y.float().mean(0)
         return y
 

@@ -45,8 +45,10 @@ def linear_parts(x: Tensor, weight: LinearWeight, num_parts: int) -> Tensor:
     inputs. For ``add_rms_norm`` to add up; see ``parts_of``."""
     (num_rows, size_in), size_out = x.shape, weight.out_size
     parts = x.view(num_rows, num_parts, size_in // num_parts).transpose(0, 1)
-    columns = weight.data.view(size_out, num_parts, size_in // num_parts).permute(1, 2, 0)
-    return torch.bmm(parts, columns, out_dtype=torch.float32)
+    columns = weight.weight.view(size_out, num_parts, size_in // num_parts).permute(1, 2, 0)
+    if x.is_cuda:
+        return torch.bmm(parts, columns, out_dtype=torch.float32)
+    return parts.float() @ columns.float()
 
 
 def parts_of(x: Tensor, weight: LinearWeight) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.paged_attention.plan import AttentionPlan
 from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
-from kernels.tiles import is_early, power_of_2, tiles
+from kernels.tiles import power_of_2, tiles
 
 
 @triton.jit
@@ -158,13 +158,10 @@ def _attend(
     IS_GROUP: tl.constexpr,
     IS_CAPTURED: tl.constexpr,
     PRECISION: tl.constexpr,
-    WAITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """partials [rows, KV_HEADS, HEAD_DIM] fp32; stats [rows, KV_HEADS, 2] fp32: a row's largest score (base 2) and its
     sum of weights."""
-    if WAITS:
-        tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_item = tl.program_id(0).to(tl.int64)
@@ -328,7 +325,6 @@ def _launch(
     kernel = "attend_group" if launch.is_group else "attend_split" if launch.is_split else "attend_chunk"
     row = tiles(kernel, out.device, head_bytes=head_dim * queries.element_size(), rows=launch.block_m)
     is_last = launch is work.launches[-1]
-    waits = is_early("attend", out.device)
     _attend[grid](
         queries,
         key_cache,
@@ -359,11 +355,9 @@ def _launch(
         IS_GROUP=launch.is_group,
         IS_CAPTURED=launch.count is not None,
         PRECISION="tf32x3" if queries.dtype == torch.float32 else "tf32",
-        WAITS=waits,
         PDL=bool(is_last and work.num_partials and tiles("merge", out.device)["pdl"]),
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
-        **({"launch_pdl": True} if waits else {}),
         **({"maxnreg": row["captured_registers"]} if launch.count is not None and "captured_registers" in row else {}),
     )
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.prefetch import prefetch_beside
 from kernels.qk_rope_kv import reference
 from kernels.timing import timed
 
@@ -29,15 +28,13 @@ def qk_rope_kv(
     caches: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
-    next_weight: Tensor | None = None,
 ) -> Tensor:
     """heads [T, N_q + N_kv, D] (query heads, then key heads), values [T, N_kv, D] → turned queries [T, N_q, D].
 
     Does what ``rms_norm`` of each head (with ``norms``), ``rope`` (positions [T] int64, table of ``rope_table``) and
     ``store_kv`` (caches of keys and values, each [num_blocks, block_size, N_kv, D], slot_mapping [T] int64) do one
     after the other; on a CPU to the last bit. The inputs are left as they are. A slot of -1 stores nothing: for the
-    rows that fill up a captured step; their position must lie in the table like any other. ``next_weight`` [out, in]:
-    see kernels/prefetch.
+    rows that fill up a captured step; their position must lie in the table like any other.
     """
     key_cache, value_cache = caches
     num_kv_heads, head_dim = key_cache.shape[2:]
@@ -49,6 +46,5 @@ def qk_rope_kv(
     if heads.is_cuda:
         from kernels.qk_rope_kv import triton_kernel
 
-        prefetch = prefetch_beside("rope", next_weight, len(heads))
-        return triton_kernel.qk_rope_kv(heads, values, positions, table, *caches, slot_mapping, norms, prefetch)
+        return triton_kernel.qk_rope_kv(heads, values, positions, table, *caches, slot_mapping, norms)
     return reference.qk_rope_kv(heads, values, positions, table, *caches, slot_mapping, norms)

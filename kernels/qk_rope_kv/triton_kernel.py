@@ -8,10 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.prefetch import Prefetch
-from kernels.prefetch.triton_kernel import arguments, issue, num_programs
 from kernels.qk_rope_kv import HeadNorms
-from kernels.tiles import is_early, power_of_2, tiles
+from kernels.tiles import power_of_2, tiles
 
 
 @triton.jit
@@ -42,34 +40,18 @@ def _qk_rope_kv(
     stride_value,
     stride_value_head,
     eps,
-    p_next,
-    num_pieces,
-    stride_piece,
-    PIECE_BYTES: tl.constexpr,
-    LANES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Programs of axis 1: the query heads, the key heads, the value heads, each group in pieces of HEADS."""
     i_token = tl.program_id(0).to(tl.int64)
     i_piece = tl.program_id(1).to(tl.int64)
     QUERY_PIECES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PIECES: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
-    if PIECE_BYTES:
-        i_other = i_piece - (QUERY_PIECES + 2 * KV_PIECES)
-        if i_other >= 0:
-            num_tokens = tl.num_programs(0)
-            num_others = (tl.num_programs(1) - (QUERY_PIECES + 2 * KV_PIECES)) * num_tokens
-            issue(p_next, i_other * num_tokens + i_token, num_others, num_pieces, stride_piece, PIECE_BYTES, LANES)
-            return
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     o_half = tl.arange(0, HALF)
     m_half = o_half < HEAD_DIM // 2
     i_slot = tl.load(p_slots + i_token).to(tl.int64)
@@ -121,7 +103,6 @@ def qk_rope_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     norms: HeadNorms | None,
-    prefetch: Prefetch | None = None,
 ) -> Tensor:
     """See the package; heads and values may be slices of wider rows, the caches are contiguous."""
     num_tokens, _, head_dim = heads.shape
@@ -135,9 +116,7 @@ def qk_rope_kv(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
     row = tiles("qk_rope_kv", heads.device, tokens=num_tokens)
     pieces = triton.cdiv(num_heads, row["heads"]) + 2 * triton.cdiv(num_kv_heads, row["heads"])
-    pdl = is_early("rope", heads.device)
     if num_tokens:
-        pieces += triton.cdiv(num_programs(prefetch), num_tokens)
         _qk_rope_kv[(num_tokens, pieces)](
             heads,
             values,
@@ -160,9 +139,6 @@ def qk_rope_kv(
             HALF=power_of_2(head_dim // 2),
             HEADS=row["heads"],
             NORMS=norms is not None,
-            PDL=pdl,
             num_warps=row["num_warps"],
-            **arguments(prefetch, heads, row["num_warps"]),
-            **({"launch_pdl": True} if pdl else {}),
         )
     return out

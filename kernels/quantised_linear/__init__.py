@@ -37,9 +37,9 @@ class QuantisedWeight:
 @timed("linear")
 def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     """x [T, in] fp32 or bf16 → [T, out] in x's dtype, accumulated in fp32. On a CPU a row's bits depend on that row
-    and the weight only; on a GPU also on which row of the tile tables T falls into. There few rows meet the weight's
-    numbers as they are, scaled behind the product; for many each of them is multiplied by its scale and rounded to
-    x's dtype once, and WIDE_BYTES of memory are taken meanwhile."""
+    and the weight only; on a GPU also on T by tables. There few rows meet the weight's numbers as they are, scaled
+    behind the product; for many each of them is multiplied by its scale and rounded to x's dtype once, and WIDE_BYTES
+    of memory are taken meanwhile."""
     size_out, size_in = weight.data.shape
     blocks = (-(-size_out // BLOCK), -(-size_in // BLOCK))
     assert weight.data.dtype in KINDS, weight.data.dtype

@@ -70,8 +70,8 @@ def widened(weight: QuantisedWeight, first_row: int, num_rows: int, dtype: torch
 def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     """See the package; worth it for many rows. Takes one part's memory beside the output."""
     size_out, size_in = weight.data.shape
-    parts = triton.cdiv(size_out * size_in * x.dtype.itemsize, WIDE_BYTES)
-    part = triton.cdiv(size_out, parts * BLOCK) * BLOCK
+    parts = -(-size_out * size_in * x.dtype.itemsize // WIDE_BYTES)
+    part = -(-size_out // (parts * BLOCK)) * BLOCK
     if part >= size_out:
         return torch.nn.functional.linear(x, widened(weight, 0, size_out, x.dtype), weight.bias)
     out = torch.empty((x.shape[0], size_out), dtype=x.dtype, device=x.device)

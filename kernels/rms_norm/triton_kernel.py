@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.prefetch import Prefetch
-from kernels.prefetch.triton_kernel import arguments, issue, num_programs
 from kernels.tiles import is_early, power_of_2, tiles
 
 
@@ -23,32 +21,17 @@ def _rms_norm(
     stride_inner,
     stride_part,
     eps,
-    p_next,
-    num_pieces,
-    stride_piece,
-    PIECE_BYTES: tl.constexpr,
-    LANES: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
     PARTS: tl.constexpr,
     TRIGGERS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
     if TRIGGERS:
         tl.extra.cuda.gdc_launch_dependents()
-    i_program = tl.program_id(0).to(tl.int64)
-    if PIECE_BYTES:
-        num_own = tl.cdiv(num_rows, ROWS)
-        if i_program >= num_own:
-            num_others = tl.num_programs(0) - num_own
-            issue(p_next, i_program - num_own, num_others, num_pieces, stride_piece, PIECE_BYTES, LANES)
-            return
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    i_rows = i_program * ROWS + tl.arange(0, ROWS)
+    i_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_size = tl.arange(0, BLOCK)
     m_size = o_size < SIZE
     mask = (i_rows < num_rows)[:, None] & m_size[None, :]
@@ -70,9 +53,7 @@ def _rms_norm(
     tl.store(p_out + o_out, (b_normed * b_weight[None, :]).to(p_out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, prefetch: Prefetch | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """See the package; x [T, H] or [T, N, H], with ``residual`` [T, H] or [P, T, H] to be added up, of which only the
     last dimension must be dense."""
     assert x.stride(-1) == 1, x.stride()
@@ -86,10 +67,8 @@ def rms_norm(
     out = torch.empty(one.shape, dtype=like.dtype, device=x.device)
     block = power_of_2(size)
     rows = max(1, 1024 // block)
-    num_warps = tiles("rms_norm", x.device, size=block)["num_warps"]
-    pdl = residual is not None and is_early("norm", x.device)  # x is of a kernel then: nothing else can be waited for
     if num_rows:
-        _rms_norm[(triton.cdiv(num_rows, rows) + num_programs(prefetch),)](
+        _rms_norm[(triton.cdiv(num_rows, rows),)](
             x,
             x if residual is None else residual,
             weight,
@@ -106,9 +85,6 @@ def rms_norm(
             ADDS=residual is not None,
             PARTS=num_parts,
             TRIGGERS=is_early("shrink", x.device),
-            PDL=pdl,
-            num_warps=num_warps,
-            **arguments(prefetch, weight, num_warps),
-            **({"launch_pdl": True} if pdl else {}),
+            num_warps=tiles("rms_norm", x.device, size=block)["num_warps"],
         )
     return out

@@ -27,6 +27,7 @@ from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit
 from ops.bench import gpu_engine_bits
 from ops.bench.agreement import agreement, mean_differences, stacked
+from ops.bench.gpu_kernels import other_rows
 from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
 NUM_ROWS = 8
@@ -255,6 +256,14 @@ def check_ops_are_timed_on_the_device_and_steps_by_hand_by_op(name: str = "tiny"
         assert 0 < sum(spent.values()) < found[f"graphs {has_graphs} timed ms"] * 20 * 1e6, spent
         found |= {f"graphs {has_graphs} {op} us a step": ns / 19e3 for op, ns in spent.items()}
     return found
+
+
+def check_products_in_parts_keep_what_rows_and_adapters_are_promised() -> dict[str, float]:
+    """Where the tables leave the tiny model's products whole."""
+    with other_rows({"linear_parts": {"parts": 2}}):
+        check_a_base_row_has_the_same_bits_beside_adapters()
+        check_replay_equals_launching_with_changing_adapters()
+        return check_logits_are_those_of_the_reference("tiny")
 
 
 def all_checks() -> dict[str, Callable[[], object]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.linear import LinearWeight, linear, onednn, reference
+from kernels.linear import LinearWeight, linear, linear_parts, onednn, reference
 from kernels.testing import assert_matches_reference
 
 TINY = [(32, 64), (32, 32), (32, 128), (64, 32), (32, 300)]
@@ -97,3 +97,14 @@ def test_packing_keeps_the_weight_bit_by_bit():
     weight = random(300, 32)
 
     assert torch.equal(LinearWeight(weight).weight, weight)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_the_parts_of_a_product_add_up_to_it(num_parts):
+    x, weight = torch.randn(5, 256), LinearWeight(torch.randn(24, 256))
+
+    parts = linear_parts(x, weight, num_parts)
+
+    assert parts.shape == (num_parts, 5, 24)
+    assert parts.dtype == torch.float32
+    torch.testing.assert_close(parts.sum(0), linear(x, weight))

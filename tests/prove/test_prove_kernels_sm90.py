@@ -63,8 +63,8 @@ def problems(launch: str, now: dict[str, int], before: dict[str, int]) -> list[s
     for name in ("registers", "narrow_loads"):
         if now[name] > before[name] * LOOSE:
             found.append(f"{launch}: {name} {before[name]} → {now[name]}")
-    for name in ("wgmma", "mma", "wide_loads", "prefetches"):
-        if before.get(name) and not now.get(name):
+    for name in ("wgmma", "mma", "wide_loads"):
+        if before[name] and not now[name]:
             found.append(f"{launch}: no {name} any more")
     return found
 

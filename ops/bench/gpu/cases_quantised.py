@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from kernels import tiles
 from kernels.quantised_linear import QuantisedWeight, quantised_linear, triton_kernel, triton_widen
 from kernels.quantised_linear.reference import dequantised
 from ops.bench.gpu.cases import DEVICE, READ_BYTES_PER_S, Built, Case, error, random
@@ -104,22 +103,6 @@ def every_number_of_8_bits_comes_out_as_it_is() -> None:
             assert torch.equal(out, data.to(torch.bfloat16)[:, columns].T), (kind, is_blocked, size_out, num_rows)
 
 
-def all_that_by_descriptors() -> None:
-    """The two checks above, with every row of the tables reading by the tensor memory accelerator."""
-    original = tiles._table
-
-    def table(gpu: str) -> dict[str, list[dict[str, int]]]:
-        rows = original(gpu)
-        return {**rows, "quantised_linear": [{**row, "tma": 1} for row in rows["quantised_linear"]]}
-
-    tiles._table = table
-    try:
-        quantised_linear_against_float64()
-        every_number_of_8_bits_comes_out_as_it_is()
-    finally:
-        tiles._table = original
-
-
 def numbers_are_multiplied_out_to_the_bit() -> None:
     """Also in parts, whose products stand in columns of one output; behind the weight's last number stands NaN."""
     for (_, kind, is_blocked), dtype in itertools.product(FORMS, (torch.float32, torch.bfloat16)):
@@ -149,6 +132,5 @@ def before_nan(weight: QuantisedWeight) -> QuantisedWeight:
 CHECKS = {
     "quantised": quantised_linear_against_float64,
     "quantised, each number": every_number_of_8_bits_comes_out_as_it_is,
-    "quantised, by descriptors": all_that_by_descriptors,
     "quantised, multiplied out": numbers_are_multiplied_out_to_the_bit,
 }

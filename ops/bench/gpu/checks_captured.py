@@ -14,20 +14,16 @@ from kernels.paged_attention import (
     paged_attention,
     plan_numbers,
 )
-from kernels.prefetch import prefetch_of
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
-from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.quantised_linear import QuantisedWeight, quantised_linear
 from kernels.quantised_linear.reference import dequantised
 from kernels.rms_norm import rms_norm
-from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import rope, rope_table
 from kernels.sampling import SamplingRows, highest, sample
 from kernels.sampling import reference as sampling_reference
 from kernels.sgmv import LoraSlice, plan_sgmv, sgmv
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.silu_mul import silu_mul
-from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.store_kv import store_kv
 from ops.bench.gpu.checks import DEVICE, LIMITS, NAN, SHAPES, Batch, random, require, sliced
 
@@ -79,30 +75,6 @@ def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) 
         what = f"qk_rope_kv {num_rows} {heads} {dtype} norms {norms is not None}"
         for out, wanted in zip((queries, *caches), (turned[:, :num_heads], *expected), strict=True):
             require(out, wanted.double(), what)
-
-
-def small_ops_beside_a_weight_are_the_same() -> None:
-    """Bit for bit: with the beginning of a weight on its way into the L2 cache, by rows and by columns, and without."""
-    for num_rows, size_out in ((1, 40), (3, 4096), (64, 28672)):
-        weight = random(size_out, 1024)
-        for row_bytes, num_programs in ((0, 132), (512, 132), (512, 1)):
-            _beside_a_weight(num_rows, weight, row_bytes, num_programs)
-
-
-def _beside_a_weight(num_rows: int, weight: Tensor, row_bytes: int, num_programs: int) -> None:
-    prefetch = prefetch_of(weight, 64 << 20, row_bytes, num_programs)
-    assert prefetch is not None
-    x, residual, scale, gate_up = random(num_rows, 1024), random(num_rows, 1024), random(1024), random(num_rows, 6000)
-    heads, values = random(num_rows, 12, 128), random(num_rows, 4, 128)
-    numbers = torch.arange(num_rows, device=DEVICE)
-    table = rope_table(1e4 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), num_rows)
-    found = []
-    for one in (None, prefetch):
-        sums, caches = residual.clone(), [random(num_rows, 1, 4, 128) * 0 for _ in range(2)]
-        normed = rms_norm_kernel.rms_norm(x, scale, 1e-5, sums, one)
-        turned = qk_rope_kv_kernel.qk_rope_kv(heads, values, numbers, table, caches[0], caches[1], numbers, None, one)
-        found.append((sums, normed, silu_mul_kernel.silu_mul(gate_up, one), turned, *caches))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), f"{num_rows} {weight.shape} {row_bytes}"
 
 
 def captured_decode_follows_its_memory() -> None:
@@ -235,8 +207,6 @@ def _captured_lora(num_rows: int) -> None:
 def a_tiny_step() -> None:
     """Every kernel once, on shapes small enough for the tools that watch each access."""
     _qk_rope_kv(3, (4, 2, 64), torch.bfloat16)
-    for row_bytes in (0, 512):
-        _beside_a_weight(3, random(40, 1024), row_bytes, 5)
     x = random(3, 96)
     require(silu_mul(x), torch.nn.functional.silu(x[:, :48].double()) * x[:, 48:].double(), "silu_mul")
     batch = Batch([(69, 70), (16, 17), (3, 40)], (4, 2, 64), 16, None, torch.bfloat16)
@@ -304,7 +274,6 @@ def the_highest_of_a_row() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "silu_mul": silu_mul_against_float64,
     "qk_rope_kv": qk_rope_kv_is_its_parts,
-    "beside a weight": small_ops_beside_a_weight_are_the_same,
     "captured decode": captured_decode_follows_its_memory,
     "groups": groups_equal_no_groups,
     "tiny": a_tiny_step,

@@ -23,12 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import tiles
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
 from kernels.paged_attention import triton_kernel as attention_kernel
-from kernels.prefetch import Prefetch, prefetch_of
 from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.quantised_linear import QuantisedWeight
@@ -48,7 +46,6 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
-    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
@@ -81,10 +78,6 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
         if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
-        if isinstance(value, TensorDescriptor):
-            block = ", ".join(map(str, value.block_shape))
-            signature[parameter.name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{block}]>"
-            continue
         is_tensor = isinstance(value, torch.Tensor)
         signature[parameter.name] = (
             POINTERS[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
@@ -97,8 +90,7 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads, and
-    prefetches where there are any."""
+    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -110,9 +102,7 @@ def resources(compiled: Any) -> dict[str, int]:
     def count(pattern: str) -> int:
         return len(re.findall(pattern, code))
 
-    prefetches = count(r"\bUBLKPF\.L2")
     return {
-        **({"prefetches": prefetches} if prefetches else {}),
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
         "spills": count(r"\b(?:LDL|STL)\b"),
@@ -129,22 +119,13 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def qk_rope_kv(
-    num_tokens: int, heads: tuple[int, int, int], norms: HeadNorms | None, prefetch: Prefetch | None = None
-) -> None:
+def qk_rope_kv(num_tokens: int, heads: tuple[int, int, int], norms: HeadNorms | None) -> None:
     num_heads, num_kv_heads, head_dim = heads
     x = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     cache, numbers = normal(4, 16, num_kv_heads, head_dim), torch.arange(num_tokens)
     turned, values = x[:, : num_heads + num_kv_heads], x[:, num_heads + num_kv_heads :]
     table = torch.zeros(num_tokens, 2, head_dim)
-    qk_rope_kv_kernel.qk_rope_kv(turned, values, numbers, table, cache, cache, numbers, norms, prefetch)
-
-
-def beside_a_weight(row_bytes: int) -> None:
-    prefetch = prefetch_of(normal(4096, 4096), 8 << 20, row_bytes, 132)
-    rms_norm_kernel.rms_norm(normal(32, 4096), normal(4096), 1e-5, normal(32, 4096), prefetch)
-    silu_mul_kernel.silu_mul(normal(32, 2 * 14336), prefetch)
-    qk_rope_kv(32, (32, 8, 128), None, prefetch)
+    qk_rope_kv_kernel.qk_rope_kv(turned, values, numbers, table, cache, cache, numbers, norms)
 
 
 def attention(
@@ -258,8 +239,6 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 f"qk_rope_kv T={num_tokens} {'/'.join(map(str, heads))}{' norms' if norms else ''}",
                 lambda n=num_tokens, heads=heads, norms=norms: qk_rope_kv(n, heads, norms),
             )
-    for name, row_bytes in (("rows", 0), ("columns", 512)):
-        yield f"beside a weight by {name}, small ops", lambda row_bytes=row_bytes: beside_a_weight(row_bytes)
     for name, heads in {"32/8 128": (32, 8, 128), "9/3 64": (9, 3, 64), "8/1 256": (8, 1, 256)}.items():
         yield f"decode {name}", lambda heads=heads: attention(heads, 1, 4096)
         yield f"prefill {name}", lambda heads=heads: attention(heads, 64, 4096)
@@ -276,7 +255,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             )
         yield f"captured decode 32/8 {head_dim}", lambda heads=heads: captured_decode(heads, has_groups=False)
         yield f"fixed 32/8 {head_dim}", lambda heads=heads: attention(heads, 64, 4096, is_fixed=True)
-        yield f"qk_rope_kv T=64 32/8/{head_dim}", lambda heads=heads: qk_rope_kv(64, heads, None)
+    yield "qk_rope_kv T=64 32/8/96", lambda: qk_rope_kv(64, (32, 8, 96), None)
     yield "decode 32/8 128 window", lambda: attention((32, 8, 128), 1, 4096, 1024)
     yield "prefill 32/8 128 window", lambda: attention((32, 8, 128), 64, 4096, 1024)
     for queries in (1, 64):
@@ -325,7 +304,7 @@ def quantised_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         ):
             weight = quantised_weight(kind, sizes, is_blocked=is_blocked)
             label = f"{name} {sizes[1]}→{sizes[0]}{' blocks' if is_blocked else ''}"
-            for num_rows in (1, 16, 32, 64, 128, 256):
+            for num_rows in (16, 32, 64, 128, 256):
                 x = normal(num_rows, sizes[1])
                 yield f"{label} T={num_rows}", lambda x=x, weight=weight: quantised_kernel.quantised_linear(x, weight)
             yield f"{label} widened", lambda weight=weight: widen_kernel.widened(weight, 0, 14336, torch.bfloat16)

@@ -74,13 +74,13 @@ def _create_load(self, pointers, *options):
     return _masked_load(self, pointers, everywhere, None, *options)
 
 
-def _create_masked_load(self, pointers, mask, other, *options, **named):
+def _create_masked_load(self, pointers, mask, other, *options):
     if other is None:
         kind = pointers.get_element_ty()
         numbers = interpreter._get_np_dtype(kind)
         worst = _BF16_NAN if kind == tl.bfloat16 else np.nan if kind.is_floating() else np.iinfo(numbers).max
         other = _Handle(np.full(pointers.data.shape, worst, dtype=numbers), kind)
-    return _masked_load(self, pointers, mask, other, *options, **named)
+    return _masked_load(self, pointers, mask, other, *options)
 
 
 @triton.jit
