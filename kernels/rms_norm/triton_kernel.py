@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """One program normalises ROWS rows; a row stays in registers between its mean and its result."""
 
 import torch
