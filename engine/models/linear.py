@@ -76,8 +76,8 @@ class Linear:
     def apart(self, x: Tensor, lora: LoraStep) -> tuple[Tensor, Low | None]:
         """The base product [T, out], and what the adapters add to it, for who adds that on his way."""
         self.num_calls += 1
-        low = self._low(x, lora)
-        return self._multiply(x), low
+        y = self._multiply(x)
+        return y, self._low(x, lora)
 
     def _low(self, x: Tensor, lora: LoraStep) -> Low | None:
         slices = lora.slices(self.layer, self.modules)

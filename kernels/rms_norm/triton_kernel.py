@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import is_early, power_of_2, tiles
+from kernels.tiles import power_of_2, tiles
 
 
 @triton.jit
@@ -26,11 +26,8 @@ def _rms_norm(
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
     PARTS: tl.constexpr,
-    TRIGGERS: tl.constexpr,
 ):
     """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
-    if TRIGGERS:
-        tl.extra.cuda.gdc_launch_dependents()
     i_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_size = tl.arange(0, BLOCK)
     m_size = o_size < SIZE
@@ -84,7 +81,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
             ROWS=rows,
             ADDS=residual is not None,
             PARTS=num_parts,
-            TRIGGERS=is_early("shrink", x.device),
             num_warps=tiles("rms_norm", x.device, size=block)["num_warps"],
         )
     return out

@@ -38,8 +38,8 @@ def sgmv(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> N
 
 @timed("lora")
 def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> Low | None:
-    """x · aᵀ of ``sgmv``, for ``expand`` or ``silu_mul`` to add; None where no row has anything to add. It needs no y:
-    on a GPU it had better come before the product that makes y, since expand begins while that one ends."""
+    """x · aᵀ of ``sgmv``, for ``expand`` or ``silu_mul`` to add; None where no row has anything to add. On a
+    GPU it had better be the launch just before, so that what adds begins while this runs."""
     assert x.shape[0] == plan.num_rows, (x.shape, plan.num_rows)
     for part in slices:
         assert part.a.shape[:2] == part.b.shape[:2], (part.a.shape, part.b.shape)

@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """For prompts; a decode takes triton_vector.py. Two launches for all slices of a projection: shrink stores its sums
 over parts of ``in`` (split-K), expand adds them in their order, multiplies by B and adds the result to y. No atomics,
 nothing to clear before.

@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """gate and up get what adapters add to them on their way: that saves the launch that would add it, and reading and
 writing them once more. Two forms, as ``sgmv`` has: each row by itself, or segments of rows of one slot by the tensor
 cores. Rows without an adapter are computed as triton_kernel.py does, to the last bit.

@@ -67,14 +67,14 @@ def alone(one: Inputs) -> Tensor:
 
 
 def behind(one: Inputs) -> Tensor:
-    """Shrink and expand one behind the other."""
+    """As the engine does: shrink and expand one behind the other, behind the product."""
     y = linear(one.x, one.weight)
     sgmv(y, one.x, one.slices, one.plan)
     return y
 
 
 def around(one: Inputs) -> Tensor:
-    """As the engine does: expand begins while the product ends."""
+    """Shrink before the product, which it does not need, and expand behind it."""
     low = one.low
     y = linear(one.x, one.weight)
     expand(y, low)

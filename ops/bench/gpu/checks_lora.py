@@ -21,21 +21,24 @@ LAYERS = 12
 
 
 def halves_around_a_product_give_the_bits_of_both_behind_it() -> None:
-    """A chain of layers, launched and as a graph whose first launch is a shrink, 20 times; launched early and not."""
+    """A chain of layers, launched and as a graph (of which one begins with a shrink), 20 times; early or not."""
     for is_early, num_rows in itertools.product((0, 1), (1, 32, 300, 3000)):
         slots = [POPULARITIES["with base rows"](row + 1) for row in range(num_rows)]
         parts = [lora_case(slots, 4096, (4096,), torch.bfloat16) for _ in range(LAYERS)]
         first, plan = parts[0][0].clone(), plan_sgmv(slots, DEVICE)
         layers = [(random(4096, 4096) / 64, slices) for _, _, slices in parts]
-        expected = _chain(first, layers, plan, _behind)
-        with early_launches(is_early):
-            outs = [_chain(first, layers, plan, _around) for _ in range(20)]
-            assert all(torch.equal(out, expected) for out in outs), f"launched around {num_rows} early {is_early}"
-            graph, out = captured(functools.partial(_chain, first, layers, plan, _around))
-        for _ in range(20):
-            out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(out, expected), f"captured around {num_rows} early {is_early}"
+        with early_launches(0):
+            expected = _chain(first, layers, plan, _behind)
+        for step in (_behind, _around):
+            what = f"{step.__name__} {num_rows} early {is_early}"
+            with early_launches(is_early):
+                outs = [_chain(first, layers, plan, step) for _ in range(20)]
+                assert all(torch.equal(out, expected) for out in outs), f"launched {what}"
+                graph, out = captured(functools.partial(_chain, first, layers, plan, step))
+            for _ in range(20):
+                out.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(out, expected), f"captured {what}"
 
 
 Layer = tuple[Tensor, list[LoraSlice]]
@@ -137,8 +140,8 @@ def _captured_silu(num_rows: int) -> None:
     plan = CapturedSgmv(memory, num_rows, 8)
 
     def run() -> Tensor:
-        low = shrink(x, parts, plan)
-        return silu_mul(linear(x, weight), low=low)
+        gate_up = linear(x, weight)
+        return silu_mul(gate_up, low=shrink(x, parts, plan))
 
     graph, out = captured(run)
     for step, some in enumerate(([row % 8 for row in range(64)], [3] * 40 + [-1] * 20, [-1, 7, 7, 0], [])):

@@ -144,13 +144,16 @@ def _lora_step() -> list[Variant]:
         fused = _segments(m) | _rows("silu_low_matrix", block_n=n, num_warps=warps)
         found.append((f"m{m} n{n}/{warps}", fused, ("expand, silu T=8192 L=8 fused",)))
     decodes = tuple(
-        f"product + lora T=32 L={count} {name} around"
+        f"product + lora T=32 L={count} {name} behind"
         for count in (8, 32)
         for name in ("q,k,v", "o", "gate,up", "down")
     )
     rows = tuple(f"expand, silu T=32 L={count} fused" for count in (8, 32))
     early = _rows("pdl", norm=1, rope=1, silu_mul=1, attend=1, shrink=1)
-    found += [("all early", early, (*decodes, *rows))]
+    found += [
+        ("all early", early, decodes),
+        ("none early", _rows("pdl", norm=0, rope=0, silu_mul=0, attend=0, shrink=0), decodes),
+    ]
     for k, shrink_warps, n, expand_warps in ((512, 4, 512, 2), (256, 2, 256, 1), (1024, 4, 256, 1), (256, 2, 128, 1)):
         found.append((*_vector(k, shrink_warps, n, expand_warps), decodes))
     for n, warps in ((64, 1), (256, 1), (128, 1)):

@@ -255,7 +255,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             )
         yield f"captured decode 32/8 {head_dim}", lambda heads=heads: captured_decode(heads, has_groups=False)
         yield f"fixed 32/8 {head_dim}", lambda heads=heads: attention(heads, 64, 4096, is_fixed=True)
-        yield f"qk_rope_kv T=64 32/8/{head_dim}", lambda heads=heads: qk_rope_kv(64, heads, None)
+    yield "qk_rope_kv T=64 32/8/96", lambda: qk_rope_kv(64, (32, 8, 96), None)
     yield "decode 32/8 128 window", lambda: attention((32, 8, 128), 1, 4096, 1024)
     yield "prefill 32/8 128 window", lambda: attention((32, 8, 128), 64, 4096, 1024)
     for queries in (1, 64):
