@@ -110,6 +110,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> EngineConfig:
     """The blocks that the memory has room for, and a context that the model and these blocks allow."""
+    config = step_sizes(options, model, dtype, device)
+    block_bytes = kv_block_bytes(model, options.block_size, dtype)
+    memory_bytes = options.kv_blocks * block_bytes or options.kv_memory_bytes
+    if device.type == "cuda":
+        memory_bytes = _reserve(account_of(model, config, dtype, device).with_kv(memory_bytes, block_bytes), device)
+    config = replace(config, num_blocks=(memory_bytes or CPU_KV_BYTES) // block_bytes)
+    return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
+
+
+def step_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> EngineConfig:
+    """All but what depends on the device's memory. Raises ValueError for a deterministic engine that can't be."""
     max_step_tokens, max_running, adapter_slots = DEFAULTS[device.type]
     config = EngineConfig(
         block_size=options.block_size,
@@ -122,13 +133,8 @@ def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, devi
         deterministic=options.deterministic,
     )
     if config.deterministic and device.type == "cuda":
-        config = _in_one_shape(options, config, without_kernel(model, dtype))
-    block_bytes = kv_block_bytes(model, options.block_size, dtype)
-    memory_bytes = options.kv_blocks * block_bytes or options.kv_memory_bytes
-    if device.type == "cuda":
-        memory_bytes = _reserve(account_of(model, config, dtype, device).with_kv(memory_bytes, block_bytes), device)
-    config = replace(config, num_blocks=(memory_bytes or CPU_KV_BYTES) // block_bytes)
-    return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
+        return _in_one_shape(options, config, without_kernel(model, dtype))
+    return config
 
 
 def _in_one_shape(options: Options, config: EngineConfig, without: tuple[str, ...]) -> EngineConfig:

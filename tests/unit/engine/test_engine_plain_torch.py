@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Options, resolve_sizes
+from engine.build import Options, step_sizes
 from engine.gpu.plain_torch import warn_of, without_kernel
 from engine.metering.device_counters import FALLBACKS
 from engine.models.config import AttentionConfig, ModelConfig
@@ -61,16 +61,16 @@ def test_a_deterministic_engine_on_a_gpu_takes_no_more_tokens_a_step_than_its_on
     caplog.set_level("INFO")
     cuda = torch.device("cuda")
 
-    assert resolve_sizes(options(), tiny_config(), BF16, cuda).max_step_tokens == 256
-    assert resolve_sizes(options(max_step_tokens=4096), tiny_config(), BF16, cuda).max_step_tokens == 1024
+    assert step_sizes(options(), tiny_config(), BF16, cuda).max_step_tokens == 256
+    assert step_sizes(options(max_step_tokens=4096), tiny_config(), BF16, cuda).max_step_tokens == 1024
     assert "computed as 1024 tokens" in caplog.text
 
 
 def test_a_deterministic_engine_on_a_cpu_has_the_sizes_of_any_other():
-    assert resolve_sizes(options(), tiny_config(), FLOAT, torch.device("cpu")).max_step_tokens == 512
+    assert step_sizes(options(), tiny_config(), FLOAT, torch.device("cpu")).max_step_tokens == 512
 
 
 @pytest.mark.parametrize(("model", "dtype"), [(MOE["mixtral"], BF16), (of_head_size(256), FLOAT)])
 def test_a_deterministic_engine_of_what_has_no_kernel_does_not_start(model, dtype):
     with pytest.raises(ValueError, match="--deterministic"):
-        resolve_sizes(options(), model, dtype, torch.device("cuda"))
+        step_sizes(options(), model, dtype, torch.device("cuda"))
