@@ -51,7 +51,7 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     if x.is_cuda:
         from kernels.quantised_linear import triton_kernel, triton_widen
 
-        form = tiles("quantised_form", x.device, tokens=x.shape[0], blocked=weight.is_blocked)
+        form = tiles("quantised_form", x.device, tokens=x.shape[0])
         is_widened = form["is_widened"] or x.dtype == torch.float32  # which is for comparisons
         return (triton_widen if is_widened else triton_kernel).quantised_linear(x, weight)
     return reference.quantised_linear(x, weight)

@@ -38,7 +38,8 @@ def settings() -> dict[str, Setting]:
     found |= {"tables": {}}
     found |= {f"parts {parts}": _parts(parts, parts) for parts in (2, 4)}
     found |= {"parts of down": _parts(1, 4), "parts of o": _parts(4, 1)}
-    return found | {"early silu_mul": {"pdl": {"silu_mul": 1, "shrink": 0}}}
+    found["early silu_mul"] = {"pdl": {"silu_mul": 1, "shrink": 0}}
+    return found
 
 
 def _parts(of_o: int, of_down: int) -> Setting:

@@ -147,6 +147,7 @@ def test_fifty_callers_over_two_gateways_never_pass_a_spend_limit_by_one_unit_al
 def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(installation: Installation, postgres):
     served = installation.served
     key = served.new_tenant("delayed")
+    assert {complete(served, key).status_code for _ in range(8)} == {200}  # so that each gateway has heard of it
     name = postgres.execute("SELECT datname FROM pg_database WHERE datname LIKE 'test_%'")[0][0]
     postgres.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
     postgres.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
