@@ -5,25 +5,23 @@ import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from engine.gpu.runner import CudaRunner
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.gpu_prefix_checks import group_whatever_it_spares, without_groups
-
-if TYPE_CHECKING:
-    from ops.bench.gpu_engine import Bench
+from ops.bench.loaded_engine import Bench
 
 # sequences, shared tokens, new tokens: the first is the case to reach, the others tell from where on groups pay
 CASES = ((64, 4096, 128), (16, 4096, 48), (64, 512, 48), (16, 1024, 48), (8, 2048, 48), (8, 4096, 48), (192, 1024, 48))
 
 
-def prefix_sections(section: Callable[[str, Callable[[], object]], None], shape: str, bench: "Bench") -> None:
+def prefix_sections(section: Callable[[str, Callable[[], object]], None], shape: str, bench: Bench) -> None:
     for num, shared, new in ((8, 512, 8),) if bench.small else CASES:
         section(f"{shape} shared prefix {num} x {shared}", partial(shared_prefix, bench, num, shared, new))
 
 
-def shared_prefix(bench: "Bench", num: int, shared_tokens: int, new_tokens: int) -> dict:
+def shared_prefix(bench: Bench, num: int, shared_tokens: int, new_tokens: int) -> dict:
     """ms a decode step of sequences with one system prompt and 64 tokens of their own, their beginning read together
     and by each, in turn; together even where the engine would not, since it does not pay."""
     runner = cast(CudaRunner, bench.runner)
@@ -45,7 +43,7 @@ def shared_prefix(bench: "Bench", num: int, shared_tokens: int, new_tokens: int)
             "decodes_in_groups": runner.device_counters.num_grouped - before}  # fmt: skip
 
 
-def _add(bench: "Bench", prompt: list[int], new_tokens: int) -> None:
+def _add(bench: Bench, prompt: list[int], new_tokens: int) -> None:
     """All of them in one namespace."""
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     bench.engine.add(Submit(f"p{bench.number}", [pack_ids(prompt)], params, Flow("f"), b"shared", new_tokens))

@@ -1,13 +1,9 @@
 """Where the time of an engine's steps goes: kernels by the profiler, the host's functions."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ops.bench.gpu_engine import Bench
+from ops.bench.loaded_engine import Bench
 
 
 def profile(

@@ -20,7 +20,7 @@ import torch
 
 from engine import adapter_pool
 from engine.models.lora_slots import PackedAdapter
-from ops.bench.gpu_engine import Bench, check_slots
+from ops.bench.loaded_engine import Bench, check_slots
 from ops.bench.random_model import random_adapter, random_decoder
 
 RANK = 8

@@ -132,7 +132,7 @@ async def serve(options: argparse.Namespace, folder: Path) -> None:
     from engine.models.config import module_sizes
     from engine.serve.adapter_tiers import DiskTier
     from engine.serve.server import Identity, Server
-    from ops.bench.gpu_engine import Bench
+    from ops.bench.loaded_engine import Bench
 
     bench = Bench(options.shape, torch.device(options.device), options.most_adapters, options.small)
     model, sizes = bench.decoder.config, bench.sizes

@@ -32,7 +32,7 @@ from engine.flight import StepHandle
 from engine.scheduler import StepPlan
 from engine.weights import load_model
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
-from ops.bench.gpu_engine import Bench
+from ops.bench.loaded_engine import Bench
 from ops.bench.random_model import random_adapter
 from ops.default_model import DEFAULT_GGUF
 
