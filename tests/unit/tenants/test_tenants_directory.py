@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import event
-from sqlmodel.ext.asyncio.session import AsyncSession
 from stores import valkey_server
 
 import migrations
@@ -251,16 +250,21 @@ def test_what_is_committed_between_two_of_its_reads_is_there_at_the_next_refresh
                 await RateCardRepository(session).publish(default_prices(), 1000 + len(made), len(made))
             newcomers.append(new.minted.text)
 
-        real = AsyncSession.exec
+        real = world.database.session
 
-        async def exec_after_a_newcomer(session, *arguments, **options):
-            with monkeypatch.context() as patch:
-                patch.setattr(AsyncSession, "exec", real)
+        def session():  # of this database alone: others are read by other threads meanwhile
+            found = real()
+            execute = found.exec
+
+            async def exec_after_a_newcomer(*arguments, **options):
                 await newcomer()
-            return await real(session, *arguments, **options)
+                return await execute(*arguments, **options)
+
+            found.exec = exec_after_a_newcomer
+            return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(AsyncSession, "exec", exec_after_a_newcomer)
+            patch.setattr(world.database, "session", session)
             await world.directory.refresh()
         assert len(newcomers) >= 5
         await world.directory.refresh()
