@@ -45,8 +45,7 @@ async def get_invoice(request: Request, invoice_id: FromPath[str]) -> Response[A
 async def list_credit_notes(request: Request, invoice_id: FromPath[str]) -> Listed[CreditNoteBody]:
     async with parts_of(request).database.session() as session:
         await _own(session, request, invoice_id)
-        notes = CreditNoteRepository(session)
-        every = [(note, await notes.lines(note.credit_note_id)) for note in await notes.list_of(invoice_id)]
+        every = await CreditNoteRepository(session).list_of(invoice_id)
     return Listed(data=[credit_note_body(note, lines) for note, lines in every])
 
 

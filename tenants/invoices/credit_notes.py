@@ -22,10 +22,10 @@ class CreditNoteRepository:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def list_of(self, invoice_id: str) -> list[CreditNote]:
-        """By number."""
+    async def list_of(self, invoice_id: str) -> list[tuple[CreditNote, list[CreditNoteLine]]]:
+        """With their lines, by number."""
         query = select(CreditNote).where(CreditNote.invoice_id == invoice_id).order_by(col(CreditNote.number))
-        return list((await self._session.exec(query)).all())
+        return [(note, await self.lines(note.credit_note_id)) for note in (await self._session.exec(query)).all()]
 
     async def get(self, credit_note_id: str, invoice_id: str) -> CreditNote | None:
         query = select(CreditNote).where(CreditNote.credit_note_id == credit_note_id)

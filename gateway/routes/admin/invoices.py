@@ -103,12 +103,8 @@ class Invoices(Controller):
     async def credit_notes(self, state: State, invoice_id: FromPath[str]) -> Body:
         async with session_of(state) as session:
             await _invoice(session, invoice_id)
-            notes = CreditNoteRepository(session)
-            bodies = [
-                credit_note_body(note, await notes.lines(note.credit_note_id))
-                for note in await notes.list_of(invoice_id)
-            ]
-        return listed([msgspec.to_builtins(body) for body in bodies])
+            every = await CreditNoteRepository(session).list_of(invoice_id)
+        return listed([msgspec.to_builtins(credit_note_body(note, lines)) for note, lines in every])
 
     @get("/{invoice_id:str}/credit-notes/{credit_note_id:str}", guards=[needs("billing")])
     async def credit_note(
