@@ -23,6 +23,7 @@ from gateway.commands.prices import price
 from gateway.commands.reports import report
 from gateway.commands.rollup import rollup
 from gateway.commands.secrets import secrets
+from gateway.commands.set_aside import set_aside
 from gateway.commands.slo import slo
 from gateway.commands.sums import sums
 from gateway.commands.tenants import tenant
@@ -87,7 +88,23 @@ _migration("check", "check", "Fail unless the schema is the newest.")
 
 
 for command in (
-    *(tenant, key, operator, secrets, audit, backup, rollup, sums, adapter, price, invoice, report, slo, export),
+    *(
+        tenant,
+        key,
+        operator,
+        secrets,
+        audit,
+        set_aside,
+        backup,
+        rollup,
+        sums,
+        adapter,
+        price,
+        invoice,
+        report,
+        slo,
+        export,
+    ),
 ):
     main.add_command(command)
 

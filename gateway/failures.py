@@ -13,7 +13,7 @@ _MINUTE_S = 60.0
 
 
 class FailedAttempts:
-    """``record`` counts a failure and says when an address has failed too often.
+    """``record`` counts a failure and says when an address has failed too often; ``forgive`` takes one back.
 
     It slows down who guesses, and hurts nobody else: a good key is never counted nor refused, whatever else comes from
     its address (a proxy's, say). Of more addresses than are remembered, those that failed least lately are forgotten.
@@ -43,6 +43,12 @@ class FailedAttempts:
         if len(self._seen) > self._max_addresses:
             self._seen.popitem(last=False)
         return None if allowed else (1 - left) * each_s
+
+    def forgive(self, address: str) -> None:
+        """What was recorded was none."""
+        if address in self._seen:
+            left, then_s = self._seen[address]
+            self._seen[address] = (min(self._max_failures, left + 1), then_s)
 
 
 def peer_of(scope: Scope) -> str:

@@ -16,6 +16,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
+from tenants.database import locked
 from tenants.tables import AuditEvent, AuditHead
 
 NO_HASH = "0" * 64
@@ -112,11 +113,11 @@ class AuditLog:
 
     async def _lock(self) -> AuditHead:
         """The head, for this transaction alone; made at the first event."""
-        query = select(AuditHead).with_for_update().execution_options(populate_existing=True)
-        head = (await self._session.exec(query)).first()
+        query = select(AuditHead)
+        head = (await locked(self._session, query)).first()
         if head is None:
             await insert_new(self._session, AuditHead, ("head_id", "number", "hash"), [(_HEAD_ID, 0, NO_HASH)])
-            head = (await self._session.exec(query)).one()
+            head = (await locked(self._session, query)).one()
         return head
 
 

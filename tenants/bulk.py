@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from sqlalchemy import delete, select, tuple_
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 _ARRAYS = {str: "text[]", int: "bigint[]", bool: "boolean[]", bytes: "bytea[]"}
@@ -101,6 +102,15 @@ async def put(
     statement = _statement(table, (*key, *values), connection.dialect.name, on_conflict)
     arrays = tuple(list(column) for column in zip(*rows, strict=True))
     await connection.exec_driver_sql(statement, arrays if connection.dialect.name == "postgresql" else list(rows))
+
+
+async def remove(session: AsyncSession, table: Any, *conditions: Any) -> int:
+    """Deletes the rows that nobody else is at, the others another time; how many. It never waits for anybody, so it is
+    in no circle of those who do."""
+    key = table.__table__.primary_key.columns
+    free = select(*key).where(*conditions).with_for_update(skip_locked=True)
+    done = await session.exec(delete(table).where(tuple_(*key).in_(free)))
+    return done.rowcount
 
 
 @cache

@@ -2,12 +2,15 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from sqlalchemy import event
+from sqlalchemy import ScalarResult, event
 from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlmodel.ext.asyncio.session import AsyncSession
+from sqlmodel.sql.expression import SelectOfScalar
 
+_Row = TypeVar("_Row")
 _WRITES = "tenora_writes"
 _PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON")
 
@@ -73,3 +76,10 @@ class Database:
         """Commits at the end of the block, rolls back when it raises. On SQLite writers come one after another."""
         async with self._writes() as session, session.begin():
             yield session
+
+
+async def locked(session: AsyncSession, query: SelectOfScalar[_Row]) -> ScalarResult[_Row]:
+    """The rows of ``query`` as they are now, nobody else's to change until this transaction ends: for what is read,
+    reckoned with and written back. What the session had read of them before is read anew. (A writer on SQLite is alone
+    anyway.)"""
+    return await session.exec(query.with_for_update().execution_options(populate_existing=True))

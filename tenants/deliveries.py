@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, func
+from sqlalchemy import func
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import insert_new
+from tenants.bulk import insert_new, remove
+from tenants.database import locked
 from tenants.events import TEST_KIND
 from tenants.tables import Event, WebhookDelivery, WebhookEndpoint
 from tenants.webhooks import set_status
@@ -78,7 +79,7 @@ class DeliveryRepository:
         waits for the rows, and finds them told: numbers are committed in their order."""
         untold = select(Event).where(col(Event.number).is_(None))
         untold = untold.order_by(col(Event.occurred_unix_ns), col(Event.event_id)).limit(TELL_AT_ONCE)
-        events = list((await self._session.exec(untold.with_for_update())).all())
+        events = list((await locked(self._session, untold)).all())
         if not events:
             return 0
         last = (await self._session.exec(select(func.max(Event.number)))).one() or 0
@@ -117,9 +118,10 @@ class DeliveryRepository:
     async def settle(self, claimed: Claimed, attempt: Attempt, now_ns: int) -> str:
         """Notes what came of a claim: the delivery's state from now on; '' when the claim was no longer one."""
         endpoint_id = claimed.endpoint.endpoint_id
-        query = select(WebhookEndpoint).where(WebhookEndpoint.endpoint_id == endpoint_id).with_for_update()
-        endpoint = (await self._session.exec(query)).first()
-        delivery = await self._session.get(WebhookDelivery, (claimed.event.event_id, endpoint_id), with_for_update=True)
+        query = select(WebhookEndpoint).where(WebhookEndpoint.endpoint_id == endpoint_id)
+        endpoint = (await locked(self._session, query)).first()
+        of_event = select(WebhookDelivery).where(WebhookDelivery.event_id == claimed.event.event_id)
+        delivery = (await locked(self._session, of_event.where(WebhookDelivery.endpoint_id == endpoint_id))).first()
         if endpoint is None or delivery is None or (delivery.state, delivery.due_unix_ns) != ("pending", claimed.lease):
             return ""
         delivery.attempts += 1
@@ -143,16 +145,13 @@ class DeliveryRepository:
 
     async def purge(self, now_ns: int) -> int:
         """Removes what was finished long ago; how much that was. The events stay, but for tests."""
-        old = delete(WebhookDelivery).where(
-            col(WebhookDelivery.state).in_(("delivered", "failed")),
-            col(WebhookDelivery.due_unix_ns) <= now_ns - KEEP_NS,
+        finished = col(WebhookDelivery.state).in_(("delivered", "failed"))
+        removed = await remove(
+            self._session, WebhookDelivery, finished, col(WebhookDelivery.due_unix_ns) <= now_ns - KEEP_NS
         )
-        removed = (await self._session.exec(old)).rowcount
         on_the_way = select(WebhookDelivery.event_id).where(WebhookDelivery.event_id == col(Event.event_id)).exists()
-        tests = delete(Event).where(
-            col(Event.kind) == TEST_KIND, col(Event.occurred_unix_ns) <= now_ns - KEEP_NS, ~on_the_way
-        )
-        await self._session.exec(tests)
+        old = col(Event.occurred_unix_ns) <= now_ns - KEEP_NS
+        await remove(self._session, Event, col(Event.kind) == TEST_KIND, old, ~on_the_way)
         return removed
 
     async def _put_on_the_way(self, events: Iterable[Event], now_ns: int) -> None:

@@ -119,7 +119,8 @@ class Directory:
     """A snapshot of keys, tenants and rate cards that follows the database through the store's epoch.
 
     ``authenticate`` never waits. The epoch is polled every 250 ms; while the store is down ``stale`` is set and the
-    database is asked instead. Who has a key that ``may_be_new`` waits for the ``next_look`` before refusing it.
+    database is asked instead. Who has a key that ``may_be_new`` waits for the ``next_look`` before refusing it: that
+    one reads the database for all who wait.
     ``on_revoked`` is called with the ids of keys that have just ceased to be valid by revocation, suspension or
     deletion (not by expiry: what an expiring key began may end).
     """
@@ -137,7 +138,7 @@ class Directory:
         self._epoch: bytes | str | None = None
         self._refreshed_s = 0.0
         self._follower: asyncio.Task[None] | None = None
-        self._next_look = asyncio.Event()  # set when the look that begins next is over
+        self._next_look: asyncio.Future[bool] | None = None  # somebody waits for the look that begins next
         self.stale = False
         self.on_revoked: Callable[[frozenset[str]], None] = lambda _: None
 
@@ -181,11 +182,14 @@ class Directory:
         key_id = keys.parse(text)
         return key_id is not None and key_id not in self._live and key_id not in self._ops
 
-    async def next_look(self) -> None:
-        """Until a look for changes is over that began after this call: all that was announced before it is known
-        then. Returns after _LOOK_S in any case."""
+    async def next_look(self) -> bool:
+        """Until the database was read once more from now on: all that was written before is known then. False: it could
+        not be read, not within _LOOK_S."""
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().create_future()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._next_look.wait(), _LOOK_S)
+            return await asyncio.wait_for(asyncio.shield(self._next_look), _LOOK_S)
+        return False
 
     @property
     def rate_cards(self) -> Mapping[str, RateCard]:
@@ -241,15 +245,18 @@ class Directory:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            this_look, self._next_look = self._next_look, asyncio.Event()
+            waiting, self._next_look = self._next_look, None
+            looked = False
             try:
-                await self._follow_once()
+                await self._follow_once(force=waiting is not None)
+                looked = True
             except Exception as error:  # whatever it is: a follower that ends would leave revoked keys valid
                 if not self.stale:
                     _log.warning("directory is stale: it can't be read (%s)", type(error).__name__)
                 self.stale = True
             finally:
-                this_look.set()
+                if waiting is not None:
+                    waiting.set_result(looked)
 
     async def _follow_once(self, force: bool = False) -> None:
         """Epoch first, database second: a change in between is seen at the next poll."""

@@ -13,7 +13,7 @@ from sqlalchemy import delete, update
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import insert_new
+from tenants.bulk import insert_new, remove
 from tenants.secrets import Secret
 from tenants.tables import IdempotentRequest
 
@@ -100,8 +100,7 @@ class IdempotencyRepository:
 
     async def purge(self, now_ns: int) -> int:
         """Removes what has been kept long enough; how many that were."""
-        old = delete(IdempotentRequest).where(col(IdempotentRequest.keep_until_unix_ns) <= now_ns)
-        return (await self._session.exec(old)).rowcount
+        return await remove(self._session, IdempotentRequest, col(IdempotentRequest.keep_until_unix_ns) <= now_ns)
 
     async def _find(self, key: IdempotencyKey) -> IdempotentRequest | None:
         query = select(IdempotentRequest).where(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.database import locked
 from tenants.errors import InvalidValue, LastAdministrator, NotFound
 from tenants.keys import NewKey
 from tenants.limits import (
@@ -24,8 +25,9 @@ from tenants.limits import (
     set_limits,
     set_scoped_limits,
 )
+from tenants.repositories import TenantRepository
 from tenants.stamps import change_stamp
-from tenants.tables import ApiKey, OperatorKey, Tenant
+from tenants.tables import ApiKey, OperatorKey
 
 _Key = TypeVar("_Key", ApiKey, OperatorKey)
 _NS = 10**9
@@ -52,7 +54,7 @@ class KeyRepository:
         check_choice("class", flow_class, CLASSES)
         check_length("name", name)
         check_expiry(expires_unix_ns, time.time_ns())
-        await self._lock_tenant(tenant_id)
+        await TenantRepository(self._session).lock(tenant_id)  # it is not being deleted
         now = await change_stamp(self._session)
         key = ApiKey(
             key_id=new.minted.key_id,
@@ -81,6 +83,11 @@ class KeyRepository:
         query = select(ApiKey).where(ApiKey.tenant_id == tenant_id).order_by(col(ApiKey.created_unix_ns))
         return list((await self._session.exec(query)).all())
 
+    async def lock(self, tenant_id: str, key_id: str) -> ApiKey:
+        """As it is now, and nobody else's to change until this transaction ends. Raises NotFound."""
+        query = select(ApiKey).where(ApiKey.tenant_id == tenant_id, ApiKey.key_id == key_id)
+        return _found((await locked(self._session, query)).first(), key_id)
+
     async def owner(self, key_id: str) -> str | None:
         """For operators, who name a key by its id alone: the tenant that has it."""
         return (await self._session.exec(select(ApiKey.tenant_id).where(ApiKey.key_id == key_id))).first()
@@ -107,6 +114,7 @@ class KeyRepository:
     async def rotate(self, tenant_id: str, key_id: str, new: NewKey, overlap_seconds: int) -> ApiKey:
         """A new key with all that the old one has but its text. The old one lives on for ``overlap_seconds`` at
         most; 0 revokes it. Raises NotFound, InvalidValue (revoked or expired)."""
+        await TenantRepository(self._session).lock(tenant_id)
         old = await self._change(tenant_id, key_id, _check_usable)
         same = {name: getattr(old, name) for name in ("name", "flow_class", "scopes", "expires_unix_ns", "is_demo")}
         key = await self.create(tenant_id, new, **same)
@@ -130,14 +138,7 @@ class KeyRepository:
         return list((await self._session.exec(select(ApiKey).where(ApiKey.changed_unix_ns >= unix_ns))).all())
 
     async def _change(self, tenant_id: str, key_id: str, change) -> ApiKey:
-        query = select(ApiKey).where(ApiKey.tenant_id == tenant_id, ApiKey.key_id == key_id).with_for_update()
-        return await _changed(self._session, (await self._session.exec(query)).first(), key_id, change)
-
-    async def _lock_tenant(self, tenant_id: str) -> None:
-        """No key is made while its tenant is being deleted."""
-        query = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
-        if (await self._session.exec(query.with_for_update())).first() is None:
-            raise NotFound(f"no tenant {tenant_id}")
+        return await _changed(self._session, await self.lock(tenant_id, key_id), change)
 
 
 class OperatorRepository:
@@ -171,6 +172,11 @@ class OperatorRepository:
     async def get(self, key_id: str) -> OperatorKey | None:
         return await self._session.get(OperatorKey, key_id)
 
+    async def lock(self, key_id: str) -> OperatorKey:
+        """As KeyRepository.lock."""
+        query = select(OperatorKey).where(OperatorKey.key_id == key_id)
+        return _found((await locked(self._session, query)).first(), key_id)
+
     async def list_all(self) -> list[OperatorKey]:
         """By age, the revoked ones too."""
         query = select(OperatorKey).order_by(col(OperatorKey.created_unix_ns))
@@ -185,7 +191,7 @@ class OperatorRepository:
 
     async def revoke(self, key_id: str) -> OperatorKey:
         """For ever. Raises NotFound, LastAdministrator."""
-        every = list((await self._session.exec(select(OperatorKey).with_for_update())).all())
+        every = list((await locked(self._session, select(OperatorKey).order_by(OperatorKey.key_id))).all())
         now = time.time_ns()
         if not any("admin" in key.scopes and _is_usable(key, now) for key in every if key.key_id != key_id):
             raise LastAdministrator("nobody else could administer this installation: make another admin key first")
@@ -197,17 +203,20 @@ class OperatorRepository:
         return list((await self._session.exec(query)).all())
 
     async def _change(self, key_id: str, change) -> OperatorKey:
-        query = select(OperatorKey).where(OperatorKey.key_id == key_id).with_for_update()
-        return await _changed(self._session, (await self._session.exec(query)).first(), key_id, change)
+        return await _changed(self._session, await self.lock(key_id), change)
 
 
-async def _changed(session: AsyncSession, key: _Key | None, key_id: str, change) -> _Key:
-    if key is None:
-        raise NotFound(f"no key {key_id}")
+async def _changed(session: AsyncSession, key: _Key, change) -> _Key:
     change(key)
     key.changed_unix_ns = await change_stamp(session)
     session.add(key)
     await session.flush()
+    return key
+
+
+def _found(key: _Key | None, key_id: str) -> _Key:
+    if key is None:
+        raise NotFound(f"no key {key_id}")
     return key
 
 

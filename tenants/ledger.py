@@ -56,8 +56,8 @@ class Ledger:
         await add_booked(session, booked)
         for fold in self._folds:
             await fold.fold(session, booked)
-        await self._set_aside(session, [request for request in settled if _is_unpriced(request, cards)])
         await number_postings(session, [each.request.context.request_id for each in booked if each.charges])
+        await self._set_aside(session, [request for request in settled if _is_unpriced(request, cards)])
         return len(new_records)
 
     async def _set_aside(self, session: AsyncSession, strangers: Sequence[SettledRequest]) -> None:

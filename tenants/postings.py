@@ -28,8 +28,8 @@ class Place:
 
 
 async def number_postings(session: AsyncSession, request_ids: Sequence[str]) -> None:
-    """Gives what this transaction charges the next number. Call it last: it holds the head's lock until the commit,
-    so that a lower number can't become visible after a higher one."""
+    """Gives what this transaction charges the next number. Call it last but for the audit log: it holds the head's
+    lock until the commit, so that a lower number can't become visible after a higher one."""
     if not request_ids:
         return
     connection = await session.connection()

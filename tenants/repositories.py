@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import delete
+from sqlalchemy import delete, or_
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.database import locked
 from tenants.errors import InvalidValue, NameTaken, NotFound
 from tenants.limits import (
     check_anchor_day,
@@ -38,7 +39,7 @@ from tenants.tables import (
 )
 
 _ID_PREFIX = "ten_"
-_OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint, Event)
+_OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint)
 
 
 class TenantRepository:
@@ -61,6 +62,15 @@ class TenantRepository:
     async def get(self, tenant_id: str) -> Tenant | None:
         tenant = await self._session.get(Tenant, tenant_id)
         return tenant if tenant and tenant.deleted_unix_ns is None else None
+
+    async def lock(self, tenant_id: str) -> Tenant:
+        """As it is now: one change after another, and nothing new of its own until this transaction ends. Whoever also
+        locks what a tenant owns locks the tenant first. Raises NotFound."""
+        query = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
+        tenant = (await locked(self._session, query)).first()
+        if tenant is None:
+            raise NotFound(f"no tenant {tenant_id}")
+        return tenant
 
     async def ever_was(self, tenant_id: str) -> bool:
         """Also of a deleted one, whose ledger stays."""
@@ -127,19 +137,27 @@ class TenantRepository:
         tenant = await self._change(tenant_id, _bury)
         versions = select(AdapterVersion.sha256).where(AdapterVersion.tenant_id == tenant_id)
         orphans = sorted(set((await self._session.exec(versions)).all()))
+        untold = await self._lock_webhooks(tenant_id)
         for table in _OWN:
             await self._session.exec(delete(table).where(col(table.tenant_id) == tenant.tenant_id))
+        told = or_(col(Event.number).is_not(None), col(Event.event_id).in_(untold))
+        await self._session.exec(delete(Event).where(col(Event.tenant_id) == tenant_id, told))
         return orphans
+
+    async def _lock_webhooks(self, tenant_id: str) -> list[str]:
+        """In the order in which deliveries.py locks them: events that are not told, then endpoints; those events."""
+        untold = select(Event).where(Event.tenant_id == tenant_id, col(Event.number).is_(None))
+        events = await locked(self._session, untold.order_by(col(Event.occurred_unix_ns), col(Event.event_id)))
+        endpoints = select(WebhookEndpoint).where(WebhookEndpoint.tenant_id == tenant_id)
+        await locked(self._session, endpoints.order_by(WebhookEndpoint.endpoint_id))
+        return [event.event_id for event in events.all()]
 
     async def changed_since(self, unix_ns: int) -> list[Tenant]:
         """For the directory: tenants changed at or after that stamp, the deleted ones too."""
         return list((await self._session.exec(select(Tenant).where(Tenant.changed_unix_ns >= unix_ns))).all())
 
     async def _change(self, tenant_id: str, change) -> Tenant:
-        query = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
-        tenant = (await self._session.exec(query.with_for_update())).first()  # one change after another
-        if tenant is None:
-            raise NotFound(f"no tenant {tenant_id}")
+        tenant = await self.lock(tenant_id)
         change(tenant)
         tenant.changed_unix_ns = await change_stamp(self._session)
         self._session.add(tenant)

@@ -7,12 +7,14 @@ from sqlalchemy import delete, func, update
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.database import locked as lock
 from tenants.errors import InvalidValue, LimitExceeded, NotFound
 from tenants.events import KINDS
 from tenants.limits import check_choice, check_length
+from tenants.repositories import TenantRepository
 from tenants.secrets import Secret, Secrets
 from tenants.stamps import is_id, new_id
-from tenants.tables import Event, Tenant, WebhookDelivery, WebhookEndpoint
+from tenants.tables import Event, WebhookDelivery, WebhookEndpoint
 
 MAX_ENDPOINTS = 10  # of a tenant
 MAX_OVERLAP_S = 7 * 86_400
@@ -30,9 +32,7 @@ class WebhookRepository:
         self, tenant_id: str, url: str, kinds: Sequence[str] = (), description: str = ""
     ) -> WebhookEndpoint:
         """Raises NotFound (no such tenant), LimitExceeded, InvalidValue."""
-        tenant = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
-        if (await self._session.exec(tenant.with_for_update())).first() is None:  # no two at once pass the limit
-            raise NotFound(f"no tenant {tenant_id}")
+        await TenantRepository(self._session).lock(tenant_id)  # no two at once pass the limit
         counted = select(func.count()).where(WebhookEndpoint.tenant_id == tenant_id)
         if (await self._session.exec(counted)).one() >= MAX_ENDPOINTS:
             raise LimitExceeded("webhook endpoints", MAX_ENDPOINTS)
@@ -114,8 +114,7 @@ class WebhookRepository:
         query = select(WebhookEndpoint).where(
             WebhookEndpoint.tenant_id == tenant_id, WebhookEndpoint.endpoint_id == endpoint_id
         )
-        found = await self._session.exec(query.with_for_update() if locked else query)
-        endpoint = found.first()
+        endpoint = (await (lock(self._session, query) if locked else self._session.exec(query))).first()
         if endpoint is None:
             raise NotFound(f"no webhook endpoint {endpoint_id}")
         return endpoint

@@ -3,7 +3,9 @@
 import asyncio
 import random
 import uuid
+from collections.abc import Callable, Coroutine
 from datetime import datetime
+from typing import Any, TypeVar
 from zoneinfo import ZoneInfo
 
 from tenants.database import Database
@@ -12,8 +14,10 @@ from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import MAX_QUANTITY, PriceKey, RateCard, default_prices
 from tenants.repositories import RateCardRepository, TenantRepository
+from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
 from tenants.settled import SettledRequest
 
+_T = TypeVar("_T")
 SECOND = 10**9
 HOUR = 3600 * SECOND
 DAY = 24 * HOUR
@@ -102,15 +106,39 @@ async def read(database: Database, invoice_id: str, tenant_id: str | None = None
 def charge_on(database_url: str, tenant_id: str, finished_unix_ns: int) -> None:
     """A request of a few dollars at the prices in force, in an installation's database."""
 
-    async def work() -> None:
+    async def work(database: Database) -> None:
+        await book(database, await _enormous_now(database, tenant_id, finished_unix_ns))
+
+    _on(database_url, work)
+
+
+def set_aside_on(database_url: str, tenant_id: str, finished_unix_ns: int, **context) -> str:
+    """The same, but set aside; its request id."""
+
+    async def work(database: Database) -> str:
+        one = await _enormous_now(database, tenant_id, finished_unix_ns, **context)
+        async with database.transaction() as session:
+            await set_aside(session, [one], UNKNOWN_RATE_CARD)
+        return one.context.request_id
+
+    return _on(database_url, work)
+
+
+async def _enormous_now(database: Database, tenant_id: str, finished_unix_ns: int, **context) -> SettledRequest:
+    async with database.session() as session:
+        cards = await RateCardRepository(session).list_all()
+    in_force = [card for card in cards if card.effective_unix_ns <= finished_unix_ns] or cards[:1]
+    context = {"admitted_unix_ns": finished_unix_ns} | context
+    return enormous(tenant_id, in_force[-1], finished_unix_ns, **context)
+
+
+def _on(database_url: str, work: Callable[[Database], Coroutine[Any, Any, _T]]) -> _T:
+    async def main() -> _T:
         database = Database(database_url)
         await database.start()
         try:
-            async with database.session() as session:
-                cards = await RateCardRepository(session).list_all()
-            in_force = [card for card in cards if card.effective_unix_ns <= finished_unix_ns] or cards[:1]
-            await book(database, enormous(tenant_id, in_force[-1], finished_unix_ns, admitted_unix_ns=finished_unix_ns))
+            return await work(database)
         finally:
             await database.close()
 
-    asyncio.run(work())
+    return asyncio.run(main())

@@ -86,7 +86,7 @@ class Credit:
         hold = self._hold(ticket, 0)
         with contextlib.suppress(*_FAILURES):
             async with asyncio.timeout(DEADLINE_S), self.database.transaction() as session:
-                await WalletRepository(session).resolve(hold.tenant_id, hold.request_id, hold.attempt, 0)
+                await WalletRepository(session).give_back(hold.tenant_id, hold.request_id, hold.attempt)
 
     async def _keep_sweeping(self) -> None:
         while True:
@@ -103,16 +103,16 @@ class Credit:
             others = await GatewayLeaseRepository(session).alive(time.time_ns()) - {self.recount.name}
             names = sorted(await repository.holders() - others)
             stale = await repository.unresolved(names, older_ns) if names else []
-        running = {ticket.reservation.request_id for ticket in self.recount.tickets}
-        stale = [hold for hold in stale if hold.request_id not in running]
+        tickets = self.recount.tickets  # who has just ended may not be journaled yet
+        ours = {ticket.reservation.request_id for ticket in (*tickets, *tickets.ended())}
+        stale = [hold for hold in stale if hold.request_id not in ours]
         if not stale or not await self.recount.all_drained():
             return 0
         freed = 0
         async with self.database.transaction() as session:
             repository = WalletRepository(session)
             for hold in sorted(stale, key=lambda each: each.tenant_id):
-                if not await repository.has_record(hold):
-                    freed += (await repository.resolve(hold.tenant_id, hold.request_id, hold.attempt, 0)) is not None
+                freed += await repository.give_back(hold.tenant_id, hold.request_id, hold.attempt)
         if freed:
             _log.warning("%d holds on credit are given back: no record of their requests can come", freed)
         return freed

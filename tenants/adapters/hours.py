@@ -13,6 +13,7 @@ from sqlmodel import col, or_, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import add_up, insert_new, insert_telling
+from tenants.database import locked
 from tenants.ledger import entry_id
 from tenants.postings import number_postings
 from tenants.pricing import MEGABYTE, AdapterMeter, RateCard
@@ -53,19 +54,23 @@ class AdapterHours:
         which it was first called."""
         head = await self._lock(now_unix_ns)
         last = min((now_unix_ns - SETTLED_NS) // HOUR_NS - 1, head.hour + MAX_HOURS)
-        num_new = 0
+        new: list[tuple[str, str]] = []
         for hour in range(head.hour + 1, last + 1):
-            num_new += await self._book_hour(hour, (hour + 1) * HOUR_NS)
+            new += await self._book_hour(hour, (hour + 1) * HOUR_NS)
             head.hour = hour
         self._session.add(head)
         await self._session.flush()
-        return num_new
+        await number_postings(self._session, _bookings(new))
+        return len(new)
 
-    async def close_tenant(self, tenant_id: str, now_unix_ns: int) -> None:
-        """Books what a tenant owes up to now, before its versions are forgotten for ever."""
+    async def close_tenant(self, tenant_id: str, now_unix_ns: int) -> list[str]:
+        """Books what a tenant owes up to now, before its versions are forgotten for ever; what is to be numbered
+        (postings.py) when all else of the transaction is done."""
         head = await self._lock(now_unix_ns)
+        new: list[tuple[str, str]] = []
         for hour in range(head.hour + 1, now_unix_ns // HOUR_NS + 1):
-            await self._book_hour(hour, min((hour + 1) * HOUR_NS, now_unix_ns), tenant_id)
+            new += await self._book_hour(hour, min((hour + 1) * HOUR_NS, now_unix_ns), tenant_id)
+        return _bookings(new)
 
     async def look(self, now_unix_ns: int) -> int:
         """For how long the caller's look counts: 0 when another has looked just now, or nobody for long."""
@@ -83,16 +88,16 @@ class AdapterHours:
         rows = [(version, now_unix_ns // HOUR_NS, num * since_ns) for version, num in sorted(replicas.items())]
         await add_up(self._session, AdapterResidency, ("adapter_version_id", "hour"), ("resident_ns",), rows)
 
-    async def _book_hour(self, hour: int, end_ns: int, tenant_id: str | None = None) -> int:
+    async def _book_hour(self, hour: int, end_ns: int, tenant_id: str | None = None) -> list[tuple[str, str]]:
+        """The new entries' own names and those of what they are of."""
         start_ns = hour * HOUR_NS
         card = _in_force(await RateCardRepository(self._session).list_all(), start_ns)
         if card is None:
-            return 0
+            return []
         readings = await self._readings(start_ns, end_ns, tenant_id)
         rows = sorted(row for reading in readings for row in _entries(reading, card, start_ns))
         new = await insert_telling(self._session, LedgerEntry, _ENTRY, rows, ("entry_id",))
-        await number_postings(self._session, sorted({row[1] for row in rows if row[:1] in new}))
-        return len(new)
+        return [row[:2] for row in rows if row[:1] in new]
 
     async def _readings(self, start_ns: int, end_ns: int, tenant_id: str | None) -> list[_Reading]:
         deleted = col(AdapterVersion.deleted_unix_ns)
@@ -116,12 +121,12 @@ class AdapterHours:
 
     async def _lock(self, now_unix_ns: int) -> AdapterMeterHead:
         """The head, for this transaction alone; made by the first call."""
-        query = select(AdapterMeterHead).with_for_update().execution_options(populate_existing=True)
-        head = (await self._session.exec(query)).first()
+        query = select(AdapterMeterHead)
+        head = (await locked(self._session, query)).first()
         if head is None:
             row = (_HEAD, now_unix_ns // HOUR_NS - 1, now_unix_ns)
             await insert_new(self._session, AdapterMeterHead, ("head_id", "hour", "looked_unix_ns"), [row])
-            head = (await self._session.exec(query)).one()
+            head = (await locked(self._session, query)).one()
         return head
 
 
@@ -134,6 +139,10 @@ def stored(version: AdapterVersion, start_ns: int, end_ns: int) -> int:
         return whole(version.size_bytes * max(0, end - version.created_unix_ns))
 
     return until(end_ns) - until(start_ns)
+
+
+def _bookings(new: Sequence[tuple[str, str]]) -> list[str]:
+    return sorted({booking for _, booking in new})
 
 
 def whole(byte_ns: int) -> int:

@@ -11,6 +11,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.errors import LimitExceeded, NotFound, VersionConflict
+from tenants.repositories import TenantRepository
 from tenants.tables import AdapterAlias, AdapterVersion, Tenant
 
 
@@ -197,11 +198,7 @@ class AdapterRepository:
 
     async def _lock(self, tenant_id: str) -> Tenant:
         """One writer a tenant: FOR UPDATE on PostgreSQL; a SQLite transaction has the write lock already."""
-        query = select(Tenant).where(Tenant.tenant_id == tenant_id, col(Tenant.deleted_unix_ns).is_(None))
-        tenant = (await self._session.exec(query.with_for_update())).first()
-        if tenant is None:
-            raise NotFound(f"no tenant {tenant_id}")
-        return tenant
+        return await TenantRepository(self._session).lock(tenant_id)
 
     async def _alias(self, tenant_id: str, name: str) -> AdapterAlias | None:
         return await self._session.get(AdapterAlias, (tenant_id, name), populate_existing=True)

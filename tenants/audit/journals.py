@@ -1,6 +1,7 @@
 """What engines journaled against what the ledger holds: I1, I8, and the journals' part of I11."""
 
 import itertools
+import json
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
+import msgspec
 from sqlalchemy import Row, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -35,6 +37,12 @@ _RECORDS = text(f"SELECT {', '.join(_CONTEXT + USAGE)} FROM request_record WHERE
 _ENTRIES = text("SELECT request_id, meter, entry_id, quantity FROM ledger_entry WHERE request_id IN :ids").bindparams(
     bindparam("ids", expanding=True)
 )
+_SET_ASIDE = text(
+    "SELECT request_id, attempt, reason, record FROM unbooked_record WHERE request_id IN :ids"
+).bindparams(bindparam("ids", expanding=True))
+_WRITTEN_OFF = text(
+    "SELECT target, after FROM audit_event WHERE action = 'ledger.write_off' AND target IN :ids"
+).bindparams(bindparam("ids", expanding=True))
 _TOTALS = text(
     "SELECT tenant_id, meter, sum(quantity) AS quantity FROM ledger_entry"
     " WHERE occurred_unix_ns >= :since AND meter IN :meters GROUP BY tenant_id, meter"
@@ -148,9 +156,33 @@ async def _check_chunk(
             _check_record(f"record {record.number} of {journal}", record, row, findings)
             _check_entries(f"record {record.number} of {journal}", record, entries, findings)
             booked.append(record)
-        elif record.due:
-            findings["I8"].breach(f"record {record.number} of {journal} was acknowledged and is not in the ledger")
+    missing = [record for record in chunk if record.due and record.key not in rows]
+    if missing:
+        await _check_missing(connection, journal, missing, findings)
     return booked
+
+
+async def _check_missing(
+    connection: AsyncConnection, journal: str, missing: Sequence[Journaled], findings: Findings
+) -> None:
+    """What the ledger could not take was set aside, as it is; an operator may have written it off."""
+    ids = {"ids": sorted({record.context.request_id for record in missing})}
+    aside = {(row.request_id, row.attempt): row for row in await connection.execute(_SET_ASIDE, ids)}
+    events = await connection.execute(_WRITTEN_OFF, ids)
+    written_off = {(event.target, json.loads(event.after)["attempt"]) for event in events}
+    for record in missing:
+        where, row = f"record {record.number} of {journal}", aside.get(record.key)
+        if row is None:
+            findings["I8"].breach(f"{where} was acknowledged and is not in the ledger")
+        elif _as_set_aside(row) != (msgspec.structs.astuple(record.context), record.usage):
+            findings["I8"].breach(f"{where} was set aside, and says something else there")
+        elif record.key not in written_off:
+            findings["I8"].breach(f"{where} was set aside ({row.reason}): `tenora set-aside` settles or writes it off")
+
+
+def _as_set_aside(row: Row) -> tuple[tuple, tuple]:
+    told = json.loads(row.record)
+    return tuple(told["context"]), tuple(told[name] for name in USAGE)
 
 
 def _check_record(where: str, record: Journaled, row: Row, findings: Findings) -> None:

@@ -9,6 +9,7 @@ from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
+from tenants.database import locked
 from tenants.events import emit
 from tenants.quota.budgets import Window, period_of
 from tenants.quota.spend_repository import SpendRepository
@@ -72,7 +73,7 @@ async def _add(session: AsyncSession, tenant_id: str, window: Window, more: int)
     of this transaction are among them, those of another one that waits for this row are not."""
     await insert_new(session, SpendTotal, ("tenant_id", "period", "stamp"), [(tenant_id, window.period.label, -1)])
     query = select(SpendTotal).where(SpendTotal.tenant_id == tenant_id, SpendTotal.period == window.period.label)
-    row = (await session.exec(query.with_for_update())).one()
+    row = (await locked(session, query)).one()
     before, row.picousd = row.picousd, row.picousd + more
     if row.stamp < window.stamp:
         before, row.stamp = 0, window.stamp

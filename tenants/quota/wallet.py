@@ -1,7 +1,8 @@
 """Prepaid credit in SQL: granted, reserved by a conditional UPDATE, settled where the record is booked.
 
-A hold is resolved exactly once: by the record of its attempt, or given back when none can come. Credit in use at a
-time fits BIGINT ($9.2 M); what was granted and spent over the years may be more, the grants keep it.
+A hold is resolved exactly once: by the record of its attempt, or given back when none seems to come; a record that
+comes after that is debited all the same. Credit in use at a time fits BIGINT ($9.2 M); what was granted and spent over
+the years may be more, the grants keep it.
 """
 
 import time
@@ -12,6 +13,8 @@ from sqlalchemy import CursorResult, update
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.bulk import insert_new
+from tenants.database import locked
 from tenants.errors import GrantDiffers, InvalidValue
 from tenants.settled import Booked
 from tenants.stamps import change_stamp
@@ -19,6 +22,7 @@ from tenants.tables import RequestRecord, Tenant, Wallet, WalletGrant, WalletHol
 
 MAX_PICOUSD = (1 << 63) - 1
 MAX_REFERENCE_LENGTH = 128
+_EMPTY = ("tenant_id", "granted_picousd", "reserved_picousd", "spent_picousd", "num_grants")
 _OPEN = col(WalletHold.resolved_unix_ns).is_(None)
 _FREE = col(Wallet.granted_picousd) - col(Wallet.spent_picousd) - col(Wallet.reserved_picousd)
 
@@ -73,9 +77,11 @@ class WalletRepository:
         if wallet is not None:
             return wallet
         tenant.is_prepaid, tenant.changed_unix_ns = True, await change_stamp(self._session)
-        wallet = Wallet(tenant_id=tenant.tenant_id)
-        self._session.add_all([tenant, wallet])
+        self._session.add(tenant)
         await self._session.flush()
+        await insert_new(self._session, Wallet, _EMPTY, [(tenant.tenant_id, 0, 0, 0, 0)])  # of two first grants one
+        wallet = await self._wallet(tenant.tenant_id)
+        assert wallet is not None
         return wallet
 
     async def reserve(self, hold: Hold) -> bool:
@@ -114,19 +120,31 @@ class WalletRepository:
             return True
         return await self.reserve(hold)
 
-    async def resolve(self, tenant_id: str, request_id: str, attempt: int, spent_picousd: int) -> Wallet | None:
-        """Ends an open hold: frees it, and debits what was spent, also more than it held. None: there is no such hold,
-        or it was resolved before; then nothing changes."""
-        wallet = await self._wallet(tenant_id)
-        hold = await self._session.get(WalletHold, (request_id, attempt), populate_existing=True)
-        if wallet is None or hold is None or hold.resolved_unix_ns is not None:
-            return None
-        hold.spent_picousd, hold.resolved_unix_ns, hold.gateway = spent_picousd, time.time_ns(), ""
-        wallet.reserved_picousd -= hold.amount_picousd
+    async def debit(self, tenant_id: str, request_id: str, attempt: int, spent_picousd: int) -> None:
+        """What the record of a hold says was spent, also more than it held; once a record. A hold that was given back
+        before, since nobody knew of one, is debited all the same: the record has the last word."""
+        wallet, hold = await self._both(tenant_id, request_id, attempt)
+        if wallet is None or hold is None:
+            return
+        if hold.resolved_unix_ns is None:
+            _free(wallet, hold)
+        hold.spent_picousd = (hold.spent_picousd or 0) + spent_picousd
         wallet.spent_picousd += spent_picousd
         self._session.add_all([hold, wallet])
         await self._session.flush()
-        return wallet
+
+    async def give_back(self, tenant_id: str, request_id: str, attempt: int) -> bool:
+        """Ends an open hold of a request that no record is known of; False: there is no such hold, or there is one."""
+        wallet, hold = await self._both(tenant_id, request_id, attempt)
+        if wallet is None or hold is None or hold.resolved_unix_ns is not None:
+            return False
+        if await self._session.get(RequestRecord, (request_id, attempt)) is not None:
+            return False
+        _free(wallet, hold)
+        hold.spent_picousd = 0
+        self._session.add_all([hold, wallet])
+        await self._session.flush()
+        return True
 
     async def unresolved(self, gateways: Sequence[str], before_unix_ns: int) -> list[WalletHold]:
         """Open holds of these gateways that are older than that."""
@@ -140,9 +158,6 @@ class WalletRepository:
         query = select(WalletHold.gateway).where(WalletHold.gateway != "").distinct()
         return set((await self._session.exec(query)).all())
 
-    async def has_record(self, hold: WalletHold) -> bool:
-        return await self._session.get(RequestRecord, (hold.request_id, hold.attempt)) is not None
-
     async def _take(self, hold: Hold) -> bool:
         reserved = col(Wallet.reserved_picousd) + hold.picousd
         fits = update(Wallet).where(col(Wallet.tenant_id) == hold.tenant_id, hold.picousd <= _FREE)
@@ -152,10 +167,14 @@ class WalletRepository:
         moved = col(Wallet.reserved_picousd) + reserved
         await self._changed(update(Wallet).where(col(Wallet.tenant_id) == tenant_id).values(reserved_picousd=moved))
 
+    async def _both(self, tenant_id: str, request_id: str, attempt: int) -> tuple[Wallet | None, WalletHold | None]:
+        """The wallet first: who has it has its holds."""
+        wallet = await self._wallet(tenant_id)
+        return wallet, await self._session.get(WalletHold, (request_id, attempt), populate_existing=True)
+
     async def _wallet(self, tenant_id: str) -> Wallet | None:
         """Locked."""
-        query = select(Wallet).where(Wallet.tenant_id == tenant_id).with_for_update()
-        return (await self._session.exec(query, execution_options={"populate_existing": True})).first()
+        return (await locked(self._session, select(Wallet).where(Wallet.tenant_id == tenant_id))).first()
 
     async def _changed(self, statement) -> bool:
         done = await self._session.exec(statement)
@@ -175,11 +194,16 @@ class WalletFold:
         repository = WalletRepository(session)
         for one in sorted(booked, key=lambda each: each.request.context.tenant_id):  # wallets are locked in one order
             context, spent = one.request.context, sum(charge.amount_picousd for charge in one.charges)
-            await repository.resolve(context.tenant_id, context.request_id, context.attempt, spent)
+            await repository.debit(context.tenant_id, context.request_id, context.attempt, spent)
 
     async def _prepaid(self, session: AsyncSession, tenants: set[str]) -> bool:
         query = select(Wallet.tenant_id).where(col(Wallet.tenant_id).in_(tenants)).limit(1)
         return (await session.exec(query)).first() is not None
+
+
+def _free(wallet: Wallet, hold: WalletHold) -> None:
+    hold.resolved_unix_ns, hold.gateway = time.time_ns(), ""
+    wallet.reserved_picousd -= hold.amount_picousd
 
 
 def _this(hold: Hold) -> tuple:

@@ -17,6 +17,7 @@ from gateway.routes.admin.money import Money
 from gateway.routes.admin.operators import Operators
 from gateway.routes.admin.rate_cards import RateCards
 from gateway.routes.admin.rollups import Rollups
+from gateway.routes.admin.set_aside import SetAside
 from gateway.routes.admin.slo import SloObjectives, SloReports
 from gateway.routes.admin.tenants import Tenants
 from gateway.routes.admin.usage_reports import UsageReports
@@ -26,7 +27,7 @@ from gateway.routes.admin.webhooks import Webhooks
 def admin_routes() -> Router:
     """Everything under /admin/v1."""
     handlers = [
-        *(Tenants, Credit, TenantKeys, Keys, Operators, Audit, Machines),
+        *(Tenants, Credit, TenantKeys, Keys, Operators, Audit, Machines, SetAside),
         *(Money, RateCards, Invoices, Exports, Webhooks, SloObjectives, SloReports, CostReport, UsageReports, Rollups),
     ]
     return Router("/admin/v1", route_handlers=handlers)

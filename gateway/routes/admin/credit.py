@@ -38,7 +38,7 @@ class Credit(Controller):
 
         async def work(session) -> tuple[Body, Change]:
             wallets = WalletRepository(session)
-            tenant = found(await TenantRepository(session).get(tenant_id), f"no tenant {tenant_id}")
+            tenant = await TenantRepository(session).lock(tenant_id)
             wallet = await wallets.get(tenant_id)
             before = credit_body(wallet) if wallet else None
             after = credit_body(await wallets.grant(tenant, data.amount_picousd, data.reference))

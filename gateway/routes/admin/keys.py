@@ -14,6 +14,7 @@ from tenants import keys
 from tenants.audit_log import Change
 from tenants.key_repository import KeyRepository
 from tenants.limits import KEY_SCOPES
+from tenants.repositories import TenantRepository
 from tenants.tables import ApiKey
 
 _NS = 10**9
@@ -65,7 +66,7 @@ class Keys(Controller):
         """What it runs ends at its next step."""
 
         async def work(session) -> tuple[Body, Change]:
-            key = await _key(session, key_id)
+            key = await _locked_key(session, key_id)
             before = key_body(key)
             return _changed("key.revoke", await KeyRepository(session).revoke(key.tenant_id, key_id), before)
 
@@ -79,7 +80,7 @@ class Keys(Controller):
         new = keys.issue("live", state.ops.secrets)
 
         async def work(session) -> tuple[Body, Change]:
-            old = await _key(session, key_id)
+            old = await _locked_key(session, key_id)
             before = key_body(old)
             key = await KeyRepository(session).rotate(old.tenant_id, key_id, new, overlap_s)
             after = {"old": key_body(old), "new": key_body(key)}
@@ -97,7 +98,7 @@ class Keys(Controller):
         """null takes a limit away. With ``model`` or ``adapter``: of what the key does with that one alone."""
 
         async def work(session) -> tuple[Body, Change]:
-            key = await _key(session, key_id)
+            key = await _locked_key(session, key_id)
             before = key_body(key)
             changed = await KeyRepository(session).set_limits(key.tenant_id, key_id, data)
             return _changed("key.set_limits", changed, before)
@@ -109,6 +110,14 @@ async def _key(session, key_id: str) -> ApiKey:
     repository = KeyRepository(session)
     tenant_id = await repository.owner(key_id)
     return found(tenant_id and await repository.get(tenant_id, key_id), f"no key {key_id}")
+
+
+async def _locked_key(session, key_id: str) -> ApiKey:
+    """For a change; its tenant first."""
+    repository = KeyRepository(session)
+    tenant_id = found(await repository.owner(key_id), f"no key {key_id}")
+    await TenantRepository(session).lock(tenant_id)
+    return await repository.lock(tenant_id, key_id)
 
 
 def _changed(action: str, key: ApiKey, before: Body | None) -> tuple[Body, Change]:

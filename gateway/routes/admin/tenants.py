@@ -13,8 +13,8 @@ from litestar.response import Stream
 from gateway.administration import change, found, needs, session_of
 from gateway.views.export import export_lines
 from gateway.views.rows import Body, limits_of, listed, tenant_body
-from tenants.adapters.hours import AdapterHours
 from tenants.audit_log import Change
+from tenants.deletion import delete_tenant
 from tenants.limits import TENANT_LIMITS
 from tenants.repositories import TenantRepository
 from tenants.tables import Tenant
@@ -66,7 +66,7 @@ class Tenants(Controller):
 
         async def work(session) -> tuple[Body, Change]:
             tenants = TenantRepository(session)
-            tenant = found(await tenants.get(tenant_id), f"no tenant {tenant_id}")
+            tenant = await tenants.lock(tenant_id)
             before = tenant_body(tenant)
             if data.name is not None:
                 await tenants.rename(tenant_id, data.name)
@@ -90,7 +90,7 @@ class Tenants(Controller):
     async def set_limits(self, request: Request, tenant_id: FromPath[str], data: JSONBody[dict[str, Any]]) -> Body:
         async def work(session) -> tuple[Body, Change]:
             tenants = TenantRepository(session)
-            before = tenant_body(found(await tenants.get(tenant_id), f"no tenant {tenant_id}"))
+            before = tenant_body(await tenants.lock(tenant_id))
             return _changed("tenant.set_limits", await tenants.set_limits(tenant_id, data), before)
 
         return (await change(request, work))["limits"]
@@ -107,10 +107,9 @@ class Tenants(Controller):
         and ledger entries stay for the books."""
 
         async def work(session) -> tuple[list[str], Change]:
-            tenants = TenantRepository(session)
-            before = tenant_body(found(await tenants.get(tenant_id), f"no tenant {tenant_id}"))
-            await AdapterHours(session).close_tenant(tenant_id, time.time_ns())
-            return await tenants.delete(tenant_id), Change("tenant.delete", tenant_id, before, None)
+            before = tenant_body(await TenantRepository(session).lock(tenant_id))
+            orphans = await delete_tenant(session, tenant_id, time.time_ns())
+            return orphans, Change("tenant.delete", tenant_id, before, None)
 
         orphans = await change(request, work)
         await asyncio.to_thread(state.ops.blobs.delete_tenant, tenant_id)

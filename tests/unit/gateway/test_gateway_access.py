@@ -1,7 +1,9 @@
 """Whom each route of the public API lets in: walked over the app's own route table."""
 
+import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,9 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.access import KeyScope, handlers_of, needs, needs_any_key, undeclared
 from gateway.app import public_app
-from gateway.failures import MAX_FAILURES
+from gateway.auth import holder_of
+from gateway.errors import ApiError
+from gateway.failures import MAX_FAILURES, FailedAttempts
 from tenants import keys
 from tenants.directory import bump_epoch
 from tenants.key_repository import KeyRepository
@@ -355,3 +359,56 @@ def test_after_many_wrong_keys_an_address_is_told_to_wait_and_good_keys_pass(hou
             assert http.get("/models").status_code == 200
     finally:
         house.parts.pipeline.failures._seen.clear()
+
+
+@pytest.fixture
+def failures(house: House, monkeypatch) -> Iterator[FailedAttempts]:
+    """The house's, at a moment that does not pass."""
+    failures = house.parts.pipeline.failures
+    monkeypatch.setattr(failures, "_clock_s", lambda: 1e6)
+    yield failures
+    failures._seen.clear()
+
+
+def test_an_address_that_guessed_too_often_is_told_so_without_a_look_at_the_database(
+    house: House, key: str, failures: FailedAttempts, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(house.parts.pipeline.directory, "next_look", lambda: asked.append(1))
+    with house.http(keys.mint("live").text) as guesser, house.http(key) as http:
+        guesser.get("/health")
+        for _ in range(MAX_FAILURES):
+            failures.record("127.0.0.1")
+        answers = [guesser.get("/models"), http.get("/models")]
+
+    assert [answer.status_code for answer in answers] == [429, 200]
+    assert asked == []
+
+
+def test_of_one_address_no_more_guesses_wait_than_it_may_fail_with(house: House, failures: FailedAttempts, monkeypatch):
+    monkeypatch.setattr("tenants.directory._LOOK_S", 60.0)
+    directory, scope = house.parts.pipeline.directory, {"client": ("203.0.113.7", 1)}
+
+    async def guess() -> str | None:
+        header = f"Bearer {keys.mint('live').text}"
+        with pytest.raises(ApiError) as refused:
+            await holder_of(header, directory, directory.authenticate, failures, scope)  # pyright: ignore[reportArgumentType]
+        return refused.value.code
+
+    async def many() -> Counter:
+        return Counter(await asyncio.gather(*(guess() for _ in range(MAX_FAILURES + 50))))
+
+    assert house.on_loop(many()) == {"invalid_api_key": MAX_FAILURES, "rate_limit_exceeded": 50}
+
+
+def test_what_turns_out_to_be_a_new_key_was_no_guess(house: House, key: str, failures: FailedAttempts, monkeypatch):
+    monkeypatch.setattr("tenants.directory._LOOK_S", 60.0)
+    directory, new = house.parts.pipeline.directory, keys.issue("live", Secrets.load_or_create(house.settings.secrets))
+
+    async def make() -> None:
+        async with house.parts.database.transaction() as session:
+            await KeyRepository(session).create(house.tenants[key], new)
+        await holder_of(f"Bearer {new.minted.text}", directory, directory.authenticate, failures, {"client": ("a", 1)})  # pyright: ignore[reportArgumentType]
+
+    house.on_loop(make())
+    assert [failures.record("a") for _ in range(MAX_FAILURES)] == [None] * MAX_FAILURES

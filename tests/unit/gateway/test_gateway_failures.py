@@ -44,6 +44,16 @@ def test_who_is_refused_does_not_wait_longer_for_asking(clock: Clock):
     assert waits == pytest.approx([51, 42, 33, 24, 15, 6])
 
 
+def test_what_was_no_failure_is_forgiven_and_no_more_than_that(clock: Clock):
+    failures = FailedAttempts(max_failures=2, clock_s=clock)
+    failures.record("a")
+    for _ in range(3):
+        failures.forgive("a")
+    assert [failures.record("a") for _ in range(3)] == [None, None, pytest.approx(30.0)]
+    failures.forgive("stranger")
+    assert len(failures) == 1
+
+
 def test_addresses_are_counted_apart(clock: Clock):
     failures = FailedAttempts(max_failures=1, clock_s=clock)
     failures.record("a")

@@ -14,6 +14,7 @@ import pytest
 from gateway_harness import House, eventually, rows, running_house
 
 from engine import wire
+from tenants import keys
 from tenants.tables import LedgerEntry, RequestRecord
 from tests import plain
 
@@ -253,6 +254,28 @@ def test_a_database_that_fails_is_503_and_counted_as_that(fragile: House, caplog
     assert all(answer.headers["retry-after"] for answer in answers)
     eventually(lambda: fragile.metric("tenora_admission_refusals_total", reason="store_unavailable") == before + 1)
     assert "mine" not in caplog.text
+
+
+def test_while_the_database_is_away_a_key_that_nobody_heard_of_is_503_and_others_go_on(fragile: House):
+    known, stranger = fragile.new_tenant("known"), keys.mint("live").text
+    wrong = known[:-6] + "000000"  # no checksum of a key
+    path = fragile.settings.home / "tenora.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("ALTER TABLE api_key RENAME TO away")
+        try:
+            answers = []
+            for key in (stranger, wrong, known):
+                with fragile.http(key) as http:
+                    answers.append(http.post("/completions", json=ONE))
+        finally:
+            database.execute("ALTER TABLE away RENAME TO api_key")
+    with fragile.http(stranger) as http:
+        afterwards = eventually(lambda: (answer := http.get("/models")).status_code == 401 and answer)
+
+    assert [answer.status_code for answer in answers] == [503, 401, 200]
+    assert answers[0].json()["error"]["code"] == "store_unavailable"
+    assert answers[0].headers["retry-after"]
+    assert afterwards.json()["error"]["code"] == "invalid_api_key"
 
 
 def test_a_forged_context_is_counted_acknowledged_and_never_billed(fragile: House):

@@ -20,7 +20,7 @@ from gateway.administration import needs
 from gateway.cli import main
 from gateway.serve.ops_app import build_ops_app
 from tests import plain
-from tests.invoicing import charge_on
+from tests.invoicing import charge_on, set_aside_on
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 
@@ -50,7 +50,7 @@ Make = Callable[[], str]
 
 
 def samples(
-    tenant: Make, key: Make, operator: Make, invoice: Make, promised: Make
+    tenant: Make, key: Make, operator: Make, invoice: Make, promised: Make, aside: Make
 ) -> dict[tuple[str, str], Callable[[], tuple[str, dict]]]:
     """A request to every writing route: path below /admin/v1, and its body. A route without one fails the walk."""
     return {
@@ -77,6 +77,11 @@ def samples(
         ),
         ("PUT", "/slo-objectives"): lambda: ("/slo-objectives", document(tenant())),
         ("DELETE", "/slo-objectives"): lambda: (f"/slo-objectives?tenant={promised()}&model=tiny&class=standard", {}),
+        ("POST", "/set-aside/{request_id}/{attempt}/settle"): lambda: (f"/set-aside/{aside()}/0/settle", None),
+        ("POST", "/set-aside/{request_id}/{attempt}/write-off"): lambda: (
+            f"/set-aside/{aside()}/0/write-off",
+            {"reason": "walked"},
+        ),
         ("POST", "/rate-cards"): lambda: ("/rate-cards", {"effective_from": int(time.time()) + 1000}),
     }
 
@@ -114,7 +119,10 @@ def routes_without_event(server: OpsServer, app, ops: httpx.Client) -> list[tupl
         assert answer.status_code == 200, answer.text
         return tenant_id
 
-    silent, known = [], samples(tenant, key, operator, invoice, promised)
+    def aside() -> str:
+        return set_aside_on(server.settings.database_url, tenant(), time.time_ns())
+
+    silent, known = [], samples(tenant, key, operator, invoice, promised, aside)
     for method, path in writing_routes(app):
         if (method, path) not in known:
             silent.append((method, path))

@@ -8,11 +8,11 @@ from invoicing import HOUR, SECOND, book, instant, issue, make_tenant, publish, 
 from sqlmodel import col, select
 
 from tenants.adapters.hours import LOOK_NS, AdapterHours
+from tenants.deletion import delete_tenant
 from tenants.invoices.focus import focus_rows
 from tenants.invoices.focus_check import check
 from tenants.invoices.lines import number_text
 from tenants.pricing import ANY, MAX_ADAPTER_PRICE_PICOUSD, MEGABYTE
-from tenants.repositories import TenantRepository
 from tenants.tables import AdapterMeterHead, AdapterVersion, LedgerEntry
 
 STORAGE, RESIDENCY = "adapter_storage_byte_seconds", "adapter_residency_byte_seconds"
@@ -157,8 +157,7 @@ def test_a_tenant_that_is_deleted_owes_what_it_kept_until_then(with_database):
         await keep(database, tenant, size=10 * MEGABYTE)
         now = START + HOUR + 30 * MINUTE
         async with database.transaction() as session:
-            await AdapterHours(session).close_tenant(tenant, now)
-            await TenantRepository(session).delete(tenant)
+            await delete_tenant(session, tenant, now)
         await read_until(database, START + 5 * HOUR)
 
         assert [row.quantity for row in await entries(database)] == [10 * MEGABYTE * 3600, 10 * MEGABYTE * 1800]

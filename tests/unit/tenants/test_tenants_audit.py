@@ -18,8 +18,10 @@ from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import METERS, RateCard, default_prices
 from tenants.replica_times import ReplicaSpan
+from tenants.set_aside import set_aside
 from tenants.settled import SettledRequest
 from tenants.tables import RateCardItem, RateCardVersion, RequestRecord, Tenant
+from tenants.unbooked import UnbookedRepository
 from tests.invoicing import issue
 from tests.tampering import tamper
 
@@ -323,6 +325,49 @@ def test_a_record_on_its_way_is_no_breach_and_one_that_was_acknowledged_and_is_m
         assert list(found) == ["I8"]
 
     with_database(body)
+
+
+def test_a_record_that_was_set_aside_is_a_breach_until_it_is_settled_or_written_off(with_database):
+    """Of three records one is settled, one written off; what is only said to be so is none of these."""
+
+    async def body(database):
+        books = await Books.write(database)
+        last = next(each for each in reversed(books.settled) if each.outcome == 200)
+        strange = [_again(last, f"strange {number}") for number in range(3)]
+        async with database.transaction() as session:
+            await set_aside(session, strange, "unknown_rate_card")
+        records = [replace(each, number=200 + n) for n, each in enumerate(journaled(strange))]
+        journal = Records([*books.journal.records, *records])
+        open_ones = await books.audited(database, journal)
+        await _answer(database, strange[0], "settle")
+        await _answer(database, strange[1], "write_off")
+        open_one = await books.audited(database, journal)
+        await _answer(database, strange[2], "write_off")
+        closed = await books.audited(database, journal)
+        dearer = replace(records[2], usage=(*records[2].usage[:3], 999_999, *records[2].usage[4:]))
+        changed = await books.audited(database, Records([*books.journal.records, *records[:2], dearer]))
+
+        assert list(open_ones) == list(open_one) == list(changed) == ["I8"]
+        assert (len(open_ones["I8"]), len(open_one["I8"])) == (3, 1)
+        assert "tenora set-aside" in open_one["I8"][0]
+        assert closed == {}
+        assert "something else" in changed["I8"][0]
+
+    with_database(body)
+
+
+def _again(settled: SettledRequest, request_id: str) -> SettledRequest:
+    context = msgspec.structs.replace(settled.context, request_id=request_id)
+    return replace(settled, context=context, cached_tokens=0)
+
+
+async def _answer(database, settled: SettledRequest, how: str) -> None:
+    """As an operator does."""
+    async with database.transaction() as session:
+        repository = UnbookedRepository(session)
+        row = await repository.lock(settled.context.request_id, 0)
+        done = await (repository.settle(row, Ledger()) if how == "settle" else repository.write_off(row, "a lost card"))
+        await AuditLog(session).append(SERVER, done)
 
 
 def test_a_record_that_says_otherwise_than_the_receipt_is_found(with_database):

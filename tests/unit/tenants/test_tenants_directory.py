@@ -147,14 +147,42 @@ def test_a_new_key_and_changed_limits_are_seen_after_the_epoch_moved(in_world):
     in_world(scenario)
 
 
+@pytest.fixture
+def patient(monkeypatch) -> None:
+    """Whoever waits for a look gets one, however slow this machine is."""
+    monkeypatch.setattr("tenants.directory._LOOK_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_key_made_a_moment_ago_is_known_after_the_next_look(in_world):
     async def scenario(world):
         fresh = await world.make_key(world.tenant.tenant_id)
         await bump_epoch(world.redis)
         assert world.directory.may_be_new(fresh.text)
-        await world.directory.next_look()
+        assert await world.directory.next_look()
         assert world.directory.authenticate(fresh.text) is not None
         assert not any(map(world.directory.may_be_new, ("", "tn_live_x", fresh.text, world.key.text)))
+
+    in_world(scenario)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_key_that_was_never_announced_is_known_after_the_next_look(in_world):
+    async def scenario(world):
+        fresh = await world.make_key(world.tenant.tenant_id)
+        assert await world.directory.next_look()
+        assert world.directory.authenticate(fresh.text) is not None
+
+    in_world(scenario)
+
+
+@pytest.mark.usefixtures("patient")
+def test_one_look_serves_however_many_wait_for_it(in_world, monkeypatch):
+    async def scenario(world):
+        looks, real = [], world.directory.refresh
+        monkeypatch.setattr(world.directory, "refresh", lambda: looks.append(1) or real())
+        assert all(await asyncio.gather(*(world.directory.next_look() for _ in range(500))))
+        assert len(looks) == 1
 
     in_world(scenario)
 
@@ -336,6 +364,7 @@ def test_a_database_that_refuses_connections_makes_it_stale_and_is_caught_up_wit
         await bump_epoch(world.redis)
         await world.becomes(lambda: world.directory.stale)
         assert world.directory.authenticate(world.key.text) is not None
+        assert not await world.directory.next_look()  # nobody can say which keys there are
 
         await asyncio.to_thread(postgres.execute, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
         fresh = await world.make_key(world.tenant.tenant_id)

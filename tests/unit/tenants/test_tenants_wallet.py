@@ -88,7 +88,7 @@ def test_the_record_frees_what_it_did_not_use_once_however_often_it_comes(with_d
         await ask(database, WalletRepository.reserve, hold(1, 4 * PRICE, tenant_id))
         await asyncio.gather(*(book(database, record(1, tenant_id)) for _ in range(3)))
         assert await wallet_of(database, tenant_id) == (10 * PRICE, 0, PRICE)
-        assert await ask(database, WalletRepository.resolve, tenant_id, "request-1", 0, 0) is None
+        assert not await ask(database, WalletRepository.give_back, tenant_id, "request-1", 0)
         assert await wallet_of(database, tenant_id) == (10 * PRICE, 0, PRICE)
 
     with_database(body)
@@ -102,6 +102,37 @@ def test_a_use_over_the_hold_is_debited_in_full_and_refuses_what_comes(with_data
         await book(database, record(1, tenant_id), record(2, tenant_id))
         assert await wallet_of(database, tenant_id) == (PRICE, 0, 2 * PRICE)
         assert not await ask(database, WalletRepository.reserve, hold(3, 1, tenant_id))
+
+    with_database(body)
+
+
+def test_a_record_that_comes_after_its_hold_was_given_back_is_debited_all_the_same(with_database):
+    """By a sweep that knew of nobody who ran it: a gateway whose lease had run out, say."""
+
+    async def body(database):
+        tenant_id = await prepaid(database, 10 * PRICE)
+        assert await ask(database, WalletRepository.reserve, hold(1, 2 * PRICE, tenant_id))
+        assert await ask(database, WalletRepository.give_back, tenant_id, "request-1", 0)
+        for _ in range(2):
+            await book(database, record(1, tenant_id))
+
+        assert await wallet_of(database, tenant_id) == (10 * PRICE, 0, PRICE)
+        async with database.session() as session:
+            (kept,) = (await session.exec(select(WalletHold))).all()
+        assert (kept.spent_picousd, kept.gateway) == (PRICE, "")
+
+    with_database(body)
+
+
+def test_a_hold_whose_record_is_booked_is_not_given_back(with_database):
+    async def body(database):
+        tenant_id = await prepaid(database, 10 * PRICE)
+        assert await ask(database, WalletRepository.reserve, hold(1, 2 * PRICE, tenant_id))
+        async with database.transaction() as session:
+            await Ledger().post(session, [record(1, tenant_id)], {"rc_1": CARD})
+
+        assert not await ask(database, WalletRepository.give_back, tenant_id, "request-1", 0)
+        assert await wallet_of(database, tenant_id) == (10 * PRICE, 2 * PRICE, 0)
 
     with_database(body)
 

@@ -1,0 +1,92 @@
+"""/admin/v1/set-aside: usage records that could not be booked, settled or written off."""
+
+import contextlib
+
+import msgspec
+from litestar import Controller, Request, get, post
+from litestar.datastructures import State
+from litestar.params import FromPath, JSONBody
+
+from gateway.administration import change, needs, session_of
+from gateway.views.rows import Body, listed
+from tenants.audit_log import Change
+from tenants.errors import StoreUnavailable
+from tenants.ledger import Ledger
+from tenants.quota.alerts import AlertFold
+from tenants.quota.budgets import Spend
+from tenants.quota.quota import Quota, Reservation
+from tenants.quota.wallet import WalletFold
+from tenants.slo.sums import SloFold
+from tenants.tables import RequestRecord, UnbookedRecord
+from tenants.unbooked import State as RecordState
+from tenants.unbooked import UnbookedRepository, settled_of
+
+
+class WriteOff(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str
+
+
+class SetAside(Controller):
+    """``tenora audit`` names each that is open."""
+
+    path = "/set-aside"
+
+    @get(guards=[needs("billing")])
+    async def list_all(self, state: State) -> Body:
+        async with session_of(state) as session:
+            return listed([_body(row, now) for row, now in await UnbookedRepository(session).list_all()])
+
+    @post("/{request_id:str}/{attempt:int}/settle", guards=[needs("admin")], status_code=200)
+    async def settle(self, request: Request, request_id: FromPath[str], attempt: FromPath[int]) -> Body:
+        """Books it, once the rate card that it names is there."""
+
+        async def work(session) -> tuple[tuple[UnbookedRecord, int], Change | None]:
+            repository = UnbookedRepository(session)
+            row = await repository.lock(request_id, attempt)
+            done = await repository.settle(row, Ledger((SloFold(), WalletFold(), AlertFold())))
+            record = await session.get(RequestRecord, (request_id, attempt))
+            return (row, record.price_picousd), done
+
+        row, price_picousd = await change(request, work)
+        await _tell_the_store(request, row, price_picousd)
+        return _body(row, "settled")
+
+    @post("/{request_id:str}/{attempt:int}/write-off", guards=[needs("admin")], status_code=200)
+    async def write_off(
+        self, request: Request, request_id: FromPath[str], attempt: FromPath[int], data: JSONBody[WriteOff]
+    ) -> Body:
+        """Nobody is charged for it, ever; the audit takes that for an answer."""
+
+        async def work(session) -> tuple[UnbookedRecord, Change | None]:
+            repository = UnbookedRepository(session)
+            row = await repository.lock(request_id, attempt)
+            return row, await repository.write_off(row, data.reason)
+
+        row = await change(request, work)
+        await _tell_the_store(request, row, 0)
+        return _body(row, "written_off")
+
+
+async def _tell_the_store(request: Request, row: UnbookedRecord, picousd: int) -> None:
+    """What the request still holds of its tenant's month; a store that is away counts the month anew."""
+    key_id = settled_of(row).context.key_id
+    spent = Reservation(row.request_id, 0, row.tenant_id, key_id, 0, (), Spend(picousd, ()))
+    with contextlib.suppress(StoreUnavailable):
+        await Quota(request.app.state.ops.redis).book(spent, row.attempt)
+
+
+def _body(row: UnbookedRecord, state: RecordState) -> Body:
+    settled = settled_of(row)
+    return {
+        "object": "set_aside",
+        "request_id": row.request_id,
+        "attempt": row.attempt,
+        "tenant_id": row.tenant_id,
+        "state": state,
+        "reason": row.reason,
+        "rate_card_id": settled.context.rate_card_id,
+        "status": settled.outcome,
+        "input_tokens": settled.prompt_tokens,
+        "output_tokens": settled.output_tokens,
+        "set_aside_at": row.set_aside_unix_ns // 1_000_000_000,
+    }
