@@ -45,7 +45,7 @@ async def entries_from(session: AsyncSession, place: Place, limit: int) -> tuple
         for number, of_posting in entries.items():
             rest = of_posting[place.index :][: limit - len(found)]
             found += rest
-            whole = place.index + len(rest) == len(of_posting)
+            whole = place.index + len(rest) >= len(of_posting)  # what is detached has none any more
             place = Place(number + 1) if whole else Place(number, place.index + len(rest))
             if not whole:
                 return found, place
@@ -73,6 +73,6 @@ async def _entries(session: AsyncSession, postings: dict[int, list[str]]) -> dic
     for entries in of_request.values():
         entries.sort(key=lambda entry: _ORDER[entry.meter])
     return {
-        number: [entry for request_id in request_ids for entry in of_request[request_id]]
+        number: [entry for request_id in request_ids for entry in of_request.get(request_id, ())]
         for number, request_ids in postings.items()
     }

@@ -32,6 +32,7 @@ class Audited:
     findings: "list[Finding]"
     journals: "list[HomeJournal]"
     head: tuple[int, str]
+    not_covered: list[str]
 
     @property
     def heads(self) -> list[str]:
@@ -115,7 +116,8 @@ async def _audit(url: str, home: Path, secrets: Path, known: Heads, all_journals
             await begin_snapshot(session)
             heads = [Head(*head) for head in known[AUDIT_LOG].items()]
             found = await audit_books(session, journals, heads, all_journals=all_journals)
-        return Audited(found.findings, journals, (found.log_head.number, found.log_head.hash))
+        head = found.log_head.number, found.log_head.hash
+        return Audited(found.findings, journals, head, found.not_covered)
     except UnsafeSecrets as error:
         raise Failed(str(error)) from error
     except (SQLAlchemyError, OSError) as error:
@@ -132,6 +134,8 @@ def _print(audited: Audited, print_head: bool, as_json: bool) -> None:
     else:
         columns = {"id": "INVARIANT", "title": "SAYS", "checked": "CHECKED", "breaches": "BREACHES"}
         show({"data": [_shown_finding(found) for found in audited.findings]}, False, columns)
+        for words in audited.not_covered:
+            click.echo(f"not covered: {words}")
 
 
 def _shown(audited: Audited) -> dict[str, Any]:
@@ -140,6 +144,7 @@ def _shown(audited: Audited) -> dict[str, Any]:
         "object": "audit",
         "ok": not audited.num_breaches,
         "invariants": [_shown_finding(found) for found in audited.findings],
+        "not_covered": audited.not_covered,
         "audit_log": {"events": audited.head[0], "head": _head(audited.head), "breaches": chain.examples},
         "journals": [
             {"journal": each.name, "records": each.num_entries, "acknowledged": each.acked, "head": _head(each.head)}

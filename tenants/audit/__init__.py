@@ -12,6 +12,7 @@ from sqlalchemy import text
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.audit.books import check_books
+from tenants.audit.detached import read_detached
 from tenants.audit.findings import Finding, Findings
 from tenants.audit.invoices import check_invoices
 from tenants.audit.journals import Journal, Journaled, check_journals
@@ -24,10 +25,11 @@ __all__ = ["Audit", "Finding", "Journal", "Journaled", "JournaledTime", "audit",
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What was found, and the audit log's head."""
+    """What was found, the audit log's head, and what nothing of this is said of."""
 
     findings: list[Finding]
     log_head: Head
+    not_covered: list[str]
 
 
 async def begin_snapshot(session: AsyncSession) -> None:
@@ -47,13 +49,14 @@ async def audit(
     lack is no breach.
     """
     findings, connection = Findings(), await session.connection()
-    await check_journals(connection, journals, findings, all_journals=all_journals)
+    detached = await read_detached(connection)
+    await check_journals(connection, journals, findings, detached, all_journals=all_journals)
     await check_books(connection, findings)
-    await check_invoices(connection, findings)
+    await check_invoices(connection, findings, detached)
     await check_replicas(connection, findings)
     await check_wallets(connection, findings)
     head = await _check_log(session, known, findings)
-    return Audit(findings.all(), head)
+    return Audit(findings.all(), head, detached.words())
 
 
 async def _check_log(session: AsyncSession, known: Iterable[Head], findings: Findings) -> Head:

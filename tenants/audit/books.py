@@ -20,6 +20,10 @@ _SAME = " AND ".join(
 )
 _OF_REQUESTS = f"e.meter IN ({', '.join(map(repr, METERS))})"
 _ANY = "*"
+_WRITTEN_BEFORE = (  # of what is detached: the most that a request of the namespace left
+    "coalesce((SELECT max(CAST(d.quantity AS BIGINT)) FROM detached_sum d WHERE d.kind = 'written'"
+    " AND d.owner = k.tenant_id AND d.base_model = k.base_model AND d.model = k.adapter), 0)"
+)
 _UNIT = (
     "CASE WHEN meter LIKE 'adapter!_%' ESCAPE '!' THEN 1000000 ELSE 1 END"  # adapters' prices are a megabyte-second's
 )
@@ -96,7 +100,8 @@ _RULES = (
         " max(prompt_tokens + output_tokens) OVER (PARTITION BY tenant_id, base_model, adapter"
         " ORDER BY admitted_unix_ns ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS written FROM named)"
         " SELECT k.request_id, k.cached_tokens FROM known k WHERE k.num_choices = 1"
-        " AND k.cached_tokens > coalesce(k.written, 0) AND NOT EXISTS (SELECT 1 FROM named o WHERE"
+        f" AND k.cached_tokens > coalesce(k.written, 0) AND k.cached_tokens > {_WRITTEN_BEFORE}"
+        " AND NOT EXISTS (SELECT 1 FROM named o WHERE"
         " o.tenant_id = k.tenant_id AND o.base_model = k.base_model AND o.adapter = k.adapter"
         " AND o.admitted_unix_ns < k.finished_unix_ns AND o.prompt_tokens + o.output_tokens >= k.cached_tokens"
         " AND (o.request_id <> k.request_id OR o.attempt <> k.attempt))",

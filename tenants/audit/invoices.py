@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from tenants.audit.detached import Detached
 from tenants.audit.findings import Finding, Findings
 
 PICOUSD_A_CENT = 10**10
@@ -43,16 +44,17 @@ class Sums(NamedTuple):
     amount_picousd: int
 
 
-async def check_invoices(connection: AsyncConnection, findings: Findings) -> None:
+async def check_invoices(connection: AsyncConnection, findings: Findings, detached: Detached) -> None:
     invoices = (await connection.execute(_INVOICES)).all()
     lines: dict[tuple[str, int], Row] = {}
     for invoice in invoices:
         own = (await connection.execute(_LINES, {"invoice_id": invoice.invoice_id})).all()
         lines |= {(invoice.invoice_id, line.number): line for line in own}
         _check_sums(invoice, own, findings["I3"])
-        await _check_ledger(connection, invoice, own, findings["I2"])
+        held = await _held(connection, invoice, detached)
+        await _check_ledger(connection, invoice, own, held, findings["I2"])
     _check_overlaps(invoices, findings["I2"])
-    await _check_payments(connection, invoices, findings)
+    await _check_payments(connection, invoices, findings, detached)
     await _check_notes(connection, lines, findings["I3"])
     await _check_numbers(connection, findings["I3"])
 
@@ -76,10 +78,20 @@ def _check_sums(invoice: Row, lines: Sequence[Row], finding: Finding) -> None:
         finding.breach(f"{name} has not one rounding row of at most half a cent")
 
 
-async def _check_ledger(connection: AsyncConnection, invoice: Row, lines: Sequence[Row], finding: Finding) -> None:
-    """Group by group. What the ledger has beyond it came later, and stands on a next invoice; less is a breach."""
+async def _held(connection: AsyncConnection, invoice: Row, detached: Detached) -> Mapping[Key, Sums]:
+    """What the ledger has of the invoice's time, and had of it before it was detached."""
     within = {"tenant_id": invoice.tenant_id, "start_ns": invoice.start_unix_ns, "end_ns": invoice.end_unix_ns}
-    held = {row[:6]: _sums_of(row) for row in await connection.execute(_LEDGER, within)}
+    held = {tuple(row[:6]): _sums_of(row) for row in await connection.execute(_LEDGER, within)}
+    for key, (quantity, amount) in detached.charges.get(invoice.invoice_id, {}).items():
+        there = held.get(key, Sums(0, 0))
+        held[key] = Sums(there.quantity + quantity, there.amount_picousd + amount)
+    return held
+
+
+async def _check_ledger(
+    connection: AsyncConnection, invoice: Row, lines: Sequence[Row], held: Mapping[Key, Sums], finding: Finding
+) -> None:
+    """Group by group. What the ledger has beyond it came later, and stands on a next invoice; less is a breach."""
     corrections = (await connection.execute(_CORRECTIONS, {"invoice_id": invoice.invoice_id})).all()
     invoiced = _by_key([line for line in lines if line.kind == "usage"] + list(corrections))
     for key, sums in invoiced.items():
@@ -114,7 +126,9 @@ def _check_overlaps(invoices: Sequence[Row], finding: Finding) -> None:
             finding.breach(f"invoices {one.number} and {next_one.number} of {one.tenant_id} overlap")
 
 
-async def _check_payments(connection: AsyncConnection, invoices: Sequence[Row], findings: Findings) -> None:
+async def _check_payments(
+    connection: AsyncConnection, invoices: Sequence[Row], findings: Findings, detached: Detached
+) -> None:
     """An invoice says that its payments were made; together they are no more than credit was debited for a month."""
     shown: dict[str, int] = defaultdict(int)
     of_month: dict[str, int] = defaultdict(int)
@@ -127,7 +141,7 @@ async def _check_payments(connection: AsyncConnection, invoices: Sequence[Row], 
             words = f"{invoice.paid_cents} cents were paid from credit, its payments are {exact} picousd"
             findings["I3"].breach(f"invoice {invoice.number}: {words}")
         if paid := of_month[invoice.invoice_id]:
-            debited = await _debited(connection, invoice)
+            debited = await _debited(connection, invoice) + detached.debits.get(invoice.invoice_id, 0)
             if paid > debited:
                 words = f"{paid} picousd of its month were paid from credit, {debited} were debited"
                 findings["I2"].breach(f"invoice {invoice.number}: {words}")

@@ -13,6 +13,7 @@ import msgspec
 from sqlalchemy import Row, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from tenants.audit.detached import Detached
 from tenants.audit.findings import Findings
 from tenants.audit.replicas import JournaledTime, check_spans
 from tenants.meter import RequestContext
@@ -103,7 +104,12 @@ class Journal(Protocol):
 
 
 async def check_journals(
-    connection: AsyncConnection, journals: Sequence[Journal], findings: Findings, *, all_journals: bool
+    connection: AsyncConnection,
+    journals: Sequence[Journal],
+    findings: Findings,
+    detached: Detached,
+    *,
+    all_journals: bool,
 ) -> None:
     """Reads every journal once."""
     streams = [_Stream(journal) for journal in journals]
@@ -114,6 +120,7 @@ async def check_journals(
             times = [record for record in chunk if isinstance(record, JournaledTime)]
             await check_spans(connection, stream.journal.name, times, findings)
             requests = [record for record in chunk if isinstance(record, Journaled)]
+            requests = [record for record in requests if not detached.holds(record.context.request_id)]
             booked = await _check_chunk(connection, stream.journal.name, requests, findings)
             for record in booked:
                 if record.finished_unix_ns >= since:

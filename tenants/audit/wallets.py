@@ -3,6 +3,7 @@
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from tenants.audit.detached import HOLDS
 from tenants.audit.findings import Finding, Findings
 
 _SPLIT = 10**9  # SQLite's sums overflow: quotients and remainders are added apart
@@ -16,7 +17,7 @@ _HOLDS = (
     (
         f"SELECT {_NAMES} FROM wallet_hold h LEFT JOIN request_record r ON r.request_id = h.request_id"
         " AND r.attempt = h.attempt WHERE h.resolved_unix_ns IS NOT NULL"
-        " AND coalesce(h.spent_picousd, -1) <> coalesce(r.price_picousd, 0)",
+        f" AND coalesce(h.spent_picousd, -1) <> coalesce(r.price_picousd, 0) AND NOT {HOLDS.format(id='h.request_id')}",
         "hold of request {request_id}, attempt {attempt}: {spent_picousd} picousd were spent, charged: {price_picousd}",
     ),
     (

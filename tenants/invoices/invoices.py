@@ -26,7 +26,7 @@ from tenants.invoices.lines import (
 )
 from tenants.invoices.payments import payments_of
 from tenants.invoices.series import lock_series
-from tenants.invoices.sums import ledger_amount, ledger_groups, receipts_amount
+from tenants.invoices.sums import detached_invoices, ledger_amount, ledger_groups, receipts_amount
 from tenants.periods import Period, month_named
 from tenants.repositories import RateCardRepository
 from tenants.stamps import new_id
@@ -110,6 +110,8 @@ class InvoiceRepository:
         _check_is_over(period, order)
         invoice = _head(tenant, order, _left_of(period, known))
         recent = [each for each in known if each.end_unix_ns > period.start_unix_ns - LATE_NS]
+        detached = await detached_invoices(self._session, recent)
+        recent = [each for each in recent if each.invoice_id not in detached]
         payments = await payments_of(self._session, invoice, recent)
         invoice.paid_cents = cents_of(sum(each.amount_picousd for each in payments))
         return Draft(invoice, await self._sound_lines(invoice, recent), names, payments)

@@ -1,5 +1,6 @@
 """What the ledger holds of a tenant and a time: the sums that invoices are made of, and those that they are held to."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import case
@@ -9,7 +10,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from tenants.invoices.lines import LineKey, Sums
 from tenants.money import exact_sum, total
 from tenants.pricing import METERS
-from tenants.tables import LedgerEntry, RequestRecord
+from tenants.tables import DetachedSum, Invoice, LedgerEntry, RequestRecord
 
 _KEY = ("model", "base_model", "flow_class", "meter", "rate_card_id", "unit_price_picousd")
 
@@ -47,6 +48,13 @@ async def receipts_amount(session: AsyncSession, tenant_id: str, start_ns: int, 
         col(RequestRecord.finished_unix_ns) < end_ns,
     )
     return total((await session.exec(within)).one(), "price")
+
+
+async def detached_invoices(session: AsyncSession, invoices: Sequence[Invoice]) -> set[str]:
+    """Those of which charges were detached: that was when all of them stood on invoices."""
+    ids = [each.invoice_id for each in invoices]
+    query = select(DetachedSum.owner).where(DetachedSum.kind == "charge", col(DetachedSum.owner).in_(ids))
+    return set((await session.exec(query.distinct())).all())
 
 
 def _within(tenant_id: str, start_ns: int, end_ns: int) -> tuple:

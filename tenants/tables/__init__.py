@@ -4,6 +4,7 @@ PostgreSQL keep alike. Nothing here is bound to a request body: table models don
 from tenants.tables.accounts import ApiKey, OperatorKey, Tenant
 from tenants.tables.adapter_hours import AdapterMeterHead, AdapterResidency
 from tenants.tables.adapters import AdapterAlias, AdapterVersion
+from tenants.tables.detached import DetachedMonth, DetachedSum
 from tenants.tables.events import Event, WebhookDelivery, WebhookEndpoint
 from tenants.tables.gateways import GatewayLease
 from tenants.tables.invoices import CreditNote, CreditNoteLine, DocumentSeries, Invoice, InvoiceLine, InvoicePayment
@@ -29,6 +30,8 @@ __all__ = [
     "AuditHead",
     "CreditNote",
     "CreditNoteLine",
+    "DetachedMonth",
+    "DetachedSum",
     "DocumentSeries",
     "Event",
     "GatewayLease",
