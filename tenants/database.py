@@ -78,6 +78,12 @@ class Database:
             yield session
 
 
+async def one_snapshot(session: AsyncSession) -> None:
+    """All that this session reads from now on, its first query, is of one moment. (On SQLite every transaction is.)"""
+    if session.get_bind().dialect.name == "postgresql":
+        await session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
+
+
 async def locked(session: AsyncSession, query: SelectOfScalar[_Row]) -> ScalarResult[_Row]:
     """The rows of ``query`` as they are now, nobody else's to change until this transaction ends: for what is read,
     reckoned with and written back. What the session had read of them before is read anew. (A writer on SQLite is alone

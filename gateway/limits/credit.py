@@ -100,7 +100,7 @@ class Credit:
         older_ns = time.time_ns() - int(YOUNG_S * 1e9)
         async with self.database.session() as session:
             repository = WalletRepository(session)
-            others = await GatewayLeaseRepository(session).alive(time.time_ns()) - {self.recount.name}
+            others = await GatewayLeaseRepository(session).alive() - {self.recount.name}
             names = sorted(await repository.holders() - others)
             stale = await repository.unresolved(names, older_ns) if names else []
         tickets = self.recount.tickets  # who has just ended may not be journaled yet

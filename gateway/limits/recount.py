@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from engine.client import EngineClient, EngineLost
 from gateway.limits.tickets import Tickets
-from tenants.database import Database
+from tenants.database import Database, one_snapshot
 from tenants.directory import Directory
 from tenants.errors import StoreUnavailable
 from tenants.quota.budgets import Spend, limited
@@ -116,7 +116,7 @@ class Recount:
         assert wanted.spend is not None
         async with self.database.session() as session:
             repository = SpendRepository(session)
-            await repository.one_snapshot()
+            await one_snapshot(session)
             sums = {window.name: await repository.spent(wanted.tenant_id, window) for window in wanted.spend.windows}
             return sums, await repository.attempts(unbooked)
 
@@ -148,7 +148,7 @@ class Recount:
 
     async def _others(self) -> set[str]:
         async with self.database.session() as session:
-            return await GatewayLeaseRepository(session).alive(time.time_ns()) - {self.name}
+            return await GatewayLeaseRepository(session).alive() - {self.name}
 
     async def _answers(self, token: str) -> set[str]:
         names = await self.redis.smembers(f"{MUSTERS_KEY}:{token}")  # pyright: ignore[reportGeneralTypeIssues]
@@ -204,7 +204,7 @@ class Recount:
         """Fenced from a moment on that lies before others think so."""
         fenced_at_s = time.monotonic() + LEASE_S - 1
         async with self.database.transaction() as session:
-            await GatewayLeaseRepository(session).renew(self.name, time.time_ns() + int(LEASE_S * 1e9))
+            await GatewayLeaseRepository(session).renew(self.name, int(LEASE_S * 1e9))
         self._fenced_at_s = fenced_at_s
 
     async def _forever(self, work: Callable, every_s: float) -> None:

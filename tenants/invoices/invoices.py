@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
+from tenants.database import one_snapshot
 from tenants.errors import InvalidValue, NotFound, PeriodOpen, Superseded, UnsoundInvoice
 from tenants.events import emit
 from tenants.invoices.lines import (
@@ -35,7 +36,6 @@ from tenants.tables import CreditNote, Invoice, InvoiceLine, InvoicePayment, Ten
 GRACE_NS = 3600 * 10**9  # after a month's end: what its last requests left is booked by then
 LATE_NS = 100 * 86_400 * 10**9  # corrections are looked for in months that ended since: journals are kept for 90 days
 _SLACK_NS = 2 * 86_400 * 10**9  # a tenant that changes its zone moves the ends of its months by about a day
-_READS = 3  # PostgreSQL: a record may commit between two reads of one draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,12 @@ class InvoiceRepository:
         return Issued(invoice, await self._lines(InvoiceLine.invoice_id == invoice_id))
 
     async def prepare(self, order: Order) -> Draft:
-        """Reads and checks; writes nothing, so that long sums hold nobody up: give it a session for reading.
+        """Reads and checks, all of one moment; writes nothing, so that long sums hold nobody up: give it a session of
+        its own, for reading.
 
         Raises NotFound (tenant), InvalidValue (period), PeriodOpen, UnsoundInvoice.
         """
+        await one_snapshot(self._session)
         tenant = await self._session.get(Tenant, order.tenant_id)
         if tenant is None:
             raise NotFound(f"no tenant {order.tenant_id}")
@@ -141,13 +143,11 @@ class InvoiceRepository:
     async def _sound_lines(self, invoice: Invoice, known: Sequence[Invoice]) -> list[InvoiceLine]:
         """Sets the invoice's total. Raises UnsoundInvoice."""
         cards = {card.rate_card_id: card for card in await RateCardRepository(self._session).list_all()}
-        found: list[str] = []
-        for _ in range(_READS):
-            lines = await self._draft(invoice, known)
-            found = breaches(lines, invoice.total_cents, cards) + await self._differences(invoice, lines)
-            if not found:
-                return lines
-        raise UnsoundInvoice(found)
+        lines = await self._draft(invoice, known)
+        found = breaches(lines, invoice.total_cents, cards) + await self._differences(invoice, lines)
+        if found:
+            raise UnsoundInvoice(found)
+        return lines
 
     async def _draft(self, invoice: Invoice, known: Sequence[Invoice]) -> list[InvoiceLine]:
         start, end = invoice.start_unix_ns, invoice.end_unix_ns

@@ -15,8 +15,7 @@ from tenants.tables import Invoice, InvoicePayment, RequestRecord, Wallet, Walle
 
 
 async def payments_of(session: AsyncSession, invoice: Invoice, earlier: Sequence[Invoice]) -> list[InvoicePayment]:
-    """For the invoice's own month, and for what came late of earlier ones. Read them before the lines: a request that
-    is booked in between is paid on the next invoice, so that nothing seems paid that was not."""
+    """For the invoice's own month, and for what came late of earlier ones, of the moment of its lines."""
     if await session.get(Wallet, invoice.tenant_id) is None:
         return []
     found = []

@@ -1,5 +1,6 @@
 """What the ledger knows of spend windows, and who else may know more."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from tenants.quota.budgets import Window
 from tenants.tables import GatewayLease, RequestRecord
 
 _CHUNK = 500
+_CLOCKS_NS = 86_400 * 10**9  # a request may end before it begins by no more than clocks of several hosts differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +24,17 @@ class BookedAttempt:
 
 
 class SpendRepository:
-    """Reads of one moment: begin with ``one_snapshot`` where sums and records must agree."""
+    """Reads of one moment: begin with ``one_snapshot`` (database.py) where sums and records must agree."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
-
-    async def one_snapshot(self) -> None:
-        """All that this session reads is of one moment. (On SQLite every transaction is.)"""
-        if self._session.get_bind().dialect.name == "postgresql":
-            await self._session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
 
     async def spent(self, tenant_id: str, window: Window) -> int:
         """Picousd of the window's requests that are booked: those that began in its period."""
         period = window.period
         records = select(*exact_sum(col(RequestRecord.price_picousd), "price")).where(
             RequestRecord.tenant_id == tenant_id,
-            RequestRecord.finished_unix_ns >= period.start_unix_ns,  # for the index: nothing ends before it begins
+            RequestRecord.finished_unix_ns >= period.start_unix_ns - _CLOCKS_NS,  # for the index
             RequestRecord.admitted_unix_ns >= period.start_unix_ns,
             RequestRecord.admitted_unix_ns < period.end_unix_ns,
             *_of_scope(window.name.rpartition("@")[0]),
@@ -60,16 +57,23 @@ class GatewayLeaseRepository:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def renew(self, name: str, until_unix_ns: int) -> None:
-        await self._session.merge(GatewayLease(name=name, until_unix_ns=until_unix_ns))
+    async def renew(self, name: str, for_ns: int) -> None:
+        await self._session.merge(GatewayLease(name=name, until_unix_ns=await self._now_ns() + for_ns))
         await self._session.flush()
 
     async def end(self, name: str) -> None:
         await self._session.exec(delete(GatewayLease).where(col(GatewayLease.name) == name))
 
-    async def alive(self, now_unix_ns: int) -> set[str]:
-        query = select(GatewayLease.name).where(GatewayLease.until_unix_ns > now_unix_ns)
+    async def alive(self) -> set[str]:
+        query = select(GatewayLease.name).where(GatewayLease.until_unix_ns > await self._now_ns())
         return set((await self._session.exec(query)).all())
+
+    async def _now_ns(self) -> int:
+        """By the database's clock: those of several hosts may differ by more than a lease. (SQLite serves one host.)"""
+        if self._session.get_bind().dialect.name != "postgresql":
+            return time.time_ns()
+        seconds = func.extract("epoch", func.clock_timestamp())
+        return int((await self._session.exec(select(seconds))).one() * 10**9)
 
 
 def _of_scope(scope: str) -> Sequence:
