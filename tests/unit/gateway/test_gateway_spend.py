@@ -5,6 +5,7 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -274,6 +275,34 @@ def test_a_hold_that_no_record_will_resolve_is_swept_when_the_journals_are_empty
     assert spending.on_loop(credit.sweep()) == 1
     assert balance(spending, key) == (PRICE, 0, 0)
     assert spending.on_loop(credit.sweep()) == 0
+
+
+def test_a_hold_of_a_request_that_has_just_ended_waits_for_its_record(spending: House, monkeypatch):
+    """Its Close may not have reached the journal yet."""
+    key = spending.new_tenant("prepaid-ended")
+    grant(spending, key, 2 * PRICE)
+    monkeypatch.setattr("gateway.limits.tickets.REMEMBERED_S", 600.0)
+    monkeypatch.setattr("gateway.limits.credit.YOUNG_S", -1.0)
+    with spending.http(key) as http:
+        assert http.post("/completions", json=BODY).status_code == 200
+    eventually(lambda: balance(spending, key) == (2 * PRICE, 0, PRICE))
+    credit = spending.parts.pipeline.admission.credit
+    tickets = credit.recount.tickets
+
+    async def end_another() -> None:
+        last = tickets.ended()[-1]
+        another = replace(last, reservation=replace(last.reservation, request_id="just-ended"))
+        tickets.begin(another)
+        tickets.end(another)
+        async with spending.parts.database.transaction() as session:
+            hold = Hold(spending.tenants[key], "just-ended", 0, credit.recount.name, PRICE)
+            assert await WalletRepository(session).reserve(hold)
+
+    spending.on_loop(end_another())
+    assert spending.on_loop(credit.sweep()) == 0
+    assert balance(spending, key) == (2 * PRICE, PRICE, PRICE)
+    tickets._ended.clear()
+    assert spending.on_loop(credit.sweep()) == 1
 
 
 # ── without a ledger ─────────────────────────────────────────────────────────────────────────────

@@ -201,6 +201,35 @@ def test_a_page_of_the_log_that_cannot_be_is_refused(ops: httpx.Client, query: d
     assert ops.get("/audit", params=query).status_code == 400
 
 
+def test_records_that_were_set_aside_are_listed_settled_and_written_off(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = ops.post("/tenants", json={"name": "set aside"}).json()["id"]
+    database, now = server.settings.database_url, time.time_ns()
+    known = set_aside_on(database, tenant_id, now)
+    unknown = set_aside_on(database, tenant_id, now, rate_card_id="rc_unknown")
+
+    def tenora(*arguments: str) -> Any:
+        where = ["--json", "--home", str(server.home), "--ops-url", server.url]
+        result = CliRunner().invoke(main, ["set-aside", *arguments, *where])
+        return json.loads(result.stdout) if result.exit_code == 0 else result.output
+
+    refused = tenora("settle", unknown)
+    answers = [tenora("settle", known), tenora("write-off", unknown, "--reason", "a card that is lost")]
+    again = [tenora("settle", known), tenora("write-off", unknown, "--reason", "once more")]
+    too_late = tenora("write-off", known, "--reason", "a mistake")
+    listed = {row["request_id"]: row["state"] for row in tenora("list")["data"]}
+    charged = ops.get("/ledger", params={"tenant_id": tenant_id}).json()["data"]
+
+    assert "rate card is still unknown" in refused
+    assert [answer["state"] for answer in answers] == ["settled", "written_off"]
+    assert again == answers
+    assert "a credit note gives back" in too_late
+    assert (listed[known], listed[unknown]) == ("settled", "written_off")
+    assert {entry["request_id"] for entry in charged} == {known}
+    done = [(event["action"], event["target"]) for event in events(ops)][-2:]
+    assert done == [("ledger.settle", known), ("ledger.write_off", unknown)]
+    assert ops.post("/set-aside/absent/0/settle").status_code == 404
+
+
 # ── tenora audit ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,5 +1,6 @@
 """Sums against a recount of the raw requests, in any order, on both databases."""
 
+import asyncio
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -11,6 +12,7 @@ from sqlmodel import select
 
 import migrations
 from tenants.ledger import Ledger
+from tenants.slo import sums as slo_sums
 from tenants.slo.histogram import merged
 from tenants.slo.minutes import decode_minutes
 from tenants.slo.service import WIDTHS_S, ServiceSums, decode_sums
@@ -48,6 +50,24 @@ def traffic(seed: int, count: int = 200, tenant_id: str = "ten_a"):
             prefill_ns=rng.randrange(10, 90) * MS,
             decode_ns=max(0, tokens - 1) * rng.randrange(8, 14) * MS,
         )
+
+
+def test_others_have_their_turn_after_a_few_however_many_records_were_booked():
+    async def body() -> None:
+        turns = 0
+
+        async def stream() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        streaming = asyncio.create_task(stream())
+        assert [item async for item in slo_sums._a_few_at_once(range(10_000))] == list(range(10_000))
+        streaming.cancel()
+        assert turns >= 10_000 // slo_sums._AT_ONCE
+
+    asyncio.run(body())
 
 
 async def counted(database, tenant_id: str = "ten_a") -> dict[tuple, tuple[int, int]]:
