@@ -97,8 +97,9 @@ def test_two_limits_of_one_key_set_at_once_are_both_in_force(with_database, secr
         async def limit(model: str) -> None:
             async with database.transaction() as session:
                 repository = KeyRepository(session)
-                await repository.get(tenant_id, new.minted.key_id)  # as it was before
-                await repository.set_limits(tenant_id, new.minted.key_id, {"model": model, "requests_per_minute": 1})
+                before = await repository.get(tenant_id, new.minted.key_id)
+                limits = {"model": model, "requests_per_minute": 1}
+                assert await repository.set_limits(tenant_id, new.minted.key_id, limits) is before
 
         held = f"SELECT 1 FROM api_key WHERE key_id = '{new.minted.key_id}'"
         assert await in_line(database, held, lambda: limit("a"), lambda: limit("b")) == [None, None]
