@@ -6,10 +6,10 @@ have files of their own.
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import delete, or_
+from sqlalchemy import delete
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
@@ -137,20 +137,22 @@ class TenantRepository:
         tenant = await self._change(tenant_id, _bury)
         versions = select(AdapterVersion.sha256).where(AdapterVersion.tenant_id == tenant_id)
         orphans = sorted(set((await self._session.exec(versions)).all()))
-        untold = await self._lock_webhooks(tenant_id)
+        for event in await self._lock_webhooks(tenant_id):
+            await self._session.delete(event)
         for table in _OWN:
             await self._session.exec(delete(table).where(col(table.tenant_id) == tenant.tenant_id))
-        told = or_(col(Event.number).is_not(None), col(Event.event_id).in_(untold))
+        told = col(Event.number).is_not(None)
         await self._session.exec(delete(Event).where(col(Event.tenant_id) == tenant_id, told))
         return orphans
 
-    async def _lock_webhooks(self, tenant_id: str) -> list[str]:
+    async def _lock_webhooks(self, tenant_id: str) -> Sequence[Event]:
         """In the order in which deliveries.py locks them: events that are not told, then endpoints; those events."""
         untold = select(Event).where(Event.tenant_id == tenant_id, col(Event.number).is_(None))
-        events = await locked(self._session, untold.order_by(col(Event.occurred_unix_ns), col(Event.event_id)))
+        untold = untold.order_by(col(Event.occurred_unix_ns), col(Event.event_id))
+        events = (await locked(self._session, untold)).all()
         endpoints = select(WebhookEndpoint).where(WebhookEndpoint.tenant_id == tenant_id)
         await locked(self._session, endpoints.order_by(WebhookEndpoint.endpoint_id))
-        return [event.event_id for event in events.all()]
+        return events
 
     async def changed_since(self, unix_ns: int) -> list[Tenant]:
         """For the directory: tenants changed at or after that stamp, the deleted ones too."""

@@ -25,10 +25,12 @@ class UnbookedRepository:
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def list_all(self) -> list[tuple[UnbookedRecord, State]]:
-        """The oldest first."""
-        query = select(UnbookedRecord).order_by(col(UnbookedRecord.set_aside_unix_ns), col(UnbookedRecord.request_id))
-        return [(row, await self.state(row)) for row in (await self._session.exec(query)).all()]
+    async def page(self, limit: int) -> list[tuple[UnbookedRecord, State]]:
+        """At most ``limit``, the newest first."""
+        query = select(UnbookedRecord).order_by(
+            col(UnbookedRecord.set_aside_unix_ns).desc(), col(UnbookedRecord.request_id), col(UnbookedRecord.attempt)
+        )
+        return [(row, await self.state(row)) for row in (await self._session.exec(query.limit(limit))).all()]
 
     async def lock(self, request_id: str, attempt: int) -> UnbookedRecord:
         """Raises NotFound."""

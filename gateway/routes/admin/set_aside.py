@@ -21,6 +21,8 @@ from tenants.tables import RequestRecord, UnbookedRecord
 from tenants.unbooked import State as RecordState
 from tenants.unbooked import UnbookedRepository, settled_of
 
+MAX_RECORDS = 200
+
 
 class WriteOff(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
@@ -32,9 +34,11 @@ class SetAside(Controller):
     path = "/set-aside"
 
     @get(guards=[needs("billing")])
-    async def list_all(self, state: State) -> Body:
+    async def newest(self, state: State) -> Body:
+        """The last MAX_RECORDS; the audit names more."""
         async with session_of(state) as session:
-            return listed([_body(row, now) for row, now in await UnbookedRepository(session).list_all()])
+            found = await UnbookedRepository(session).page(MAX_RECORDS + 1)
+        return listed([_body(row, now) for row, now in found[:MAX_RECORDS]], has_more=len(found) > MAX_RECORDS)
 
     @post("/{request_id:str}/{attempt:int}/settle", guards=[needs("admin")], status_code=200)
     async def settle(self, request: Request, request_id: FromPath[str], attempt: FromPath[int]) -> Body:
