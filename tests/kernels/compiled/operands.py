@@ -13,40 +13,38 @@ from dataclasses import dataclass
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\S+\s+)?(?P<code>[A-Z][^;]*);", re.MULTILINE)
 _LABEL = re.compile(r"^(\.L_\w+):", re.MULTILINE)
 _REGISTER = re.compile(r"R(\d+)\b")
+_MOST_GROUPS = 64  # that are counted
 _FRAGMENT = 4  # registers of a thread that hold its part of 64 × 16 numbers of 16 bits
 
 
 @dataclass(frozen=True)
 class _Instruction:
+    """``reads``: registers of a product's first operand; ``writes``: registers of any other instruction's result;
+    ``most_pending``: of a wait, how many groups of products may go on; ``ends_group``: of products."""
+
     code: str
+    name: str
     is_guarded: bool
+    reads: frozenset[int]
+    writes: frozenset[int]
+    most_pending: int | None
+    ends_group: bool
 
-    @property
-    def name(self) -> str:
-        return self.code.split(maxsplit=1)[0]
 
-    @property
-    def operands(self) -> list[str]:
-        return [part.strip() for part in self.code[len(self.name) :].split(",")]
+def _instruction(code: str, is_guarded: bool) -> _Instruction:
+    name, _, rest = code.partition(" ")
+    operands = [part.strip() for part in rest.split(",")]
+    is_product = name.startswith("HGMMA")
+    reads = _registers(operands[1], _FRAGMENT) if is_product else frozenset()
+    target = next((one for one in operands if not re.match(r"!?U?P(T|\d)", one)), "")
+    writes = frozenset() if is_product or name.startswith(("ST", "RED")) else _registers(target, _width(name))
+    pending = int(operands[1], 16) if name.startswith("WARPGROUP.DEPBAR") else None
+    return _Instruction(code, name, is_guarded, reads, writes, pending, is_product and "gsb0" in operands)
 
-    @property
-    def read_by_wgmma(self) -> frozenset[int]:
-        """Registers of a first operand."""
-        first = _REGISTER.match(self.operands[1]) if self.name.startswith("HGMMA") else None
-        return frozenset(range(int(first[1]), int(first[1]) + _FRAGMENT)) if first else frozenset()
 
-    @property
-    def written(self) -> frozenset[int]:
-        if self.name.startswith(("HGMMA", "ST", "RED")):
-            return frozenset()
-        found = next((one for one in self.operands if not re.match(r"!?U?P(T|\d)", one)), "")
-        register = _REGISTER.match(found)
-        return frozenset(range(int(register[1]), int(register[1]) + _width(self.name))) if register else frozenset()
-
-    @property
-    def most_pending(self) -> int | None:
-        """Of a wait: how many groups of products may still be under way."""
-        return int(self.operands[1], 16) if self.name.startswith("WARPGROUP.DEPBAR") else None
+def _registers(operand: str, count: int) -> frozenset[int]:
+    found = _REGISTER.match(operand)
+    return frozenset(range(int(found[1]), int(found[1]) + count)) if found else frozenset()
 
 
 def _width(name: str) -> int:
@@ -61,7 +59,7 @@ def overwritten(machine_code: str) -> list[str]:
     return [
         program[place].code
         for first, one in enumerate(program)
-        if one.read_by_wgmma
+        if one.reads
         for place in _writers(program, labels, first)
     ]
 
@@ -73,14 +71,13 @@ def _parse(machine_code: str) -> tuple[list[_Instruction], dict[str, int]]:
         if label := _LABEL.match(line):
             labels[label[1]] = len(program)
         elif found := _LINE.match(line):
-            program.append(_Instruction(found["code"].split("&")[0].strip(), bool(found["guard"])))
+            program.append(_instruction(found["code"].split("&")[0].strip(), bool(found["guard"])))
     return program, labels
 
 
 def _writers(program: list[_Instruction], labels: dict[str, int], first: int) -> Iterator[int]:
     """On every way from a product to the wait for it. Products are counted in groups, which ``gsb0`` ends."""
-    reads = program[first].read_by_wgmma
-    start = first, 0 if "gsb0" in program[first].operands else -1
+    start = first, 0 if program[first].ends_group else -1
     seen, ways = {start}, [start]
     while ways:
         place, groups = ways.pop()
@@ -88,11 +85,11 @@ def _writers(program: list[_Instruction], labels: dict[str, int], first: int) ->
             one = program[following]
             if one.most_pending is not None and groups >= one.most_pending:
                 continue
-            if one.written & reads:
+            if one.writes & program[first].reads:
                 yield following
                 continue
-            state = following, groups + (one.name.startswith("HGMMA") and "gsb0" in one.operands)
-            if state not in seen and state[1] < 64:
+            state = following, min(groups + one.ends_group, _MOST_GROUPS)
+            if state not in seen:
                 seen.add(state)
                 ways.append(state)
 
@@ -105,4 +102,4 @@ def _successors(program: list[_Instruction], labels: dict[str, int], place: int)
     if target is None:
         return following
     jump = [labels[target[1]]]
-    return following + jump if one.is_guarded or "P" in one.operands[0][:2] else jump
+    return following + jump if one.is_guarded or "," in one.code else jump
