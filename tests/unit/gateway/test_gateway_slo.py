@@ -5,7 +5,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gateway_harness import House, eventually, rows
+from gateway_harness import House, eventually, rows, stopped
 
 from tenants.slo.service import WIDTHS_S, decode_sums
 from tenants.tables import RefusalMinute, RequestRecord, ServiceSum
@@ -150,8 +150,11 @@ def test_a_request_that_is_preempted_and_resumed_counts_once(house: House):
             return http.post("/completions", json=body).headers["x-request-id"]
 
     with ThreadPoolExecutor(24) as pool:
-        for request_id in pool.map(stream, range(3, 27)):
-            house.receipt(key, request_id)
+        with stopped(house.engine_pid):  # until all are there
+            asked = [pool.submit(stream, number) for number in range(3, 27)]
+            eventually(lambda: house.parts.catalog.models["tiny"].engines[0].load == 24)
+        for one in asked:
+            house.receipt(key, one.result())
 
     assert preemptions(house) > before
     now_s = int(time.time()) // 60 * 60
