@@ -24,6 +24,7 @@ from gateway.commands.journals import home_journals
 from tenants.audit import Journaled
 from tenants.secrets import Secrets
 from tests import plain
+from tests.months import stay_within_a_month
 from tests.served import Served, eventually, start
 from tests.stores import PostgresServer, postgres_server
 from tests.tiny import tiny_config, write_hf_dir
@@ -121,6 +122,7 @@ class Installation:
     def round(self, number: int, victim: str, draw: random.Random, quick: bool = False) -> Round:
         """Raises AssertionError where something that was promised does not hold. ``quick``: shorter streams, whose
         callers leave after the kill; else every third one does."""
+        stay_within_a_month()
         began_s = time.monotonic()
         key = self._customer(number)
         self._next_request_works(key)  # a spend limit waits until what a lost store held is counted anew
