@@ -1,5 +1,6 @@
 """Limits: reserve before the work, settle after it. The arithmetic is quota.lua's, in the shared store."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from redis.exceptions import RedisError
 
 from tenants.errors import InvalidValue, ReservationClosed, SpendUnknown, StoreUnavailable
 from tenants.quota.budgets import KEPT_MS, Spend, Window
-from tenants.quota.patience import Patience
 
 LimitName: TypeAlias = Literal["requests_per_minute", "tokens_per_minute", "concurrent_requests", "spend"]
 SettleKind: TypeAlias = Literal["exact", "at_least", "void"]
@@ -244,7 +244,7 @@ class Quota:
 
     async def _in_time(self, answer: Awaitable[_T]) -> _T:
         try:
-            async with Patience(self._deadline_s):
+            async with asyncio.timeout(self._deadline_s):
                 return await answer
         except (RedisError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"the store failed: {type(error).__name__}") from error

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -483,19 +482,6 @@ def test_a_random_walk_of_2000_operations_agrees_with_the_model(with_redis):
                 for _ in range(rng.choice([1, 1, 2])):
                     await quota.settle(made[name], used, kind)
             await check_walk(redis, clock, model, took_something=fits and operation in ("reserve", "extend"))
-
-    with_redis(body)
-
-
-def test_a_stall_of_our_own_process_is_no_outage_of_the_store(with_redis):
-    async def body(redis):
-        limits, quota = Limits(tokens_per_minute=100), Quota(redis, 0.05)
-        await Quota(redis, 30.0).reserve(reservation(1, 10, limits))  # it has the script
-
-        asked = asyncio.ensure_future(quota.reserve(reservation(2, 10, limits)))
-        await asyncio.sleep(0)
-        time.sleep(0.2)  # the loop stands still, and the answer lies there
-        assert isinstance(await asked, Admitted)
 
     with_redis(body)
 
