@@ -268,11 +268,11 @@ def engine_specs(settings: Settings, models: list[Model]) -> list[EngineSpec]:
 
 def serve_ops(context: "OpsContext", fleet: Fleet) -> _OpsServer:
     """The ops port's server, not yet serving."""
-    from gateway.methods import without_options
+    from gateway.methods import with_our_methods
     from gateway.protocol import HttpProtocol
     from gateway.serve.ops_app import build_ops_app
 
-    app = without_options(build_ops_app(context, fleet))
+    app = with_our_methods(build_ops_app(context, fleet))
     config = uvicorn.Config(
         app, http=HttpProtocol, log_config=None, log_level="warning", access_log=False, lifespan="on"
     )
