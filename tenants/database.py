@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import urlencode
 
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, make_url
@@ -9,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 _WRITES = "tenora_writes"
+_LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
 _PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON")
 
 
@@ -21,11 +23,20 @@ def async_url(url: str) -> str:
 
 def create_engine(url: str) -> AsyncEngine:
     """An async engine; for SQLite with WAL, a busy timeout, foreign keys, and transactions that we begin."""
-    engine = create_async_engine(async_url(url), pool_pre_ping=not url.startswith("sqlite"))
-    if engine.dialect.name == "sqlite":
+    parsed = make_url(async_url(url))
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    libpq = {} if is_sqlite else {name: value for name, value in parsed.query.items() if _is_libpqs(name)}
+    more = {"dsn": f"postgresql://?{urlencode(libpq, doseq=True)}"} if libpq else {}
+    engine = create_async_engine(parsed.difference_update_query(libpq), connect_args=more, pool_pre_ping=not is_sqlite)
+    if is_sqlite:
         event.listen(engine.sync_engine, "connect", _prepare_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
+
+
+def _is_libpqs(name: str) -> bool:
+    """What a PostgreSQL URL may ask for and the driver knows in a URL only; ``ssl`` alone is the driver's own word."""
+    return name in _LIBPQ_ONLY or (name.startswith("ssl") and name != "ssl")
 
 
 def _prepare_sqlite(connection, _record) -> None:

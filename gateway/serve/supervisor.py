@@ -5,6 +5,7 @@ It carries no tenant request: killing any child is the same fault here as in pro
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -104,7 +105,9 @@ def listen(host: str, port: int, option: str) -> socket.socket:
             bound.listen(BACKLOG)
             on_failure.pop_all()
     except OSError as error:
-        raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): choose another {option}") from error
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        wrong = option.replace("port", "host") if is_host else option
+        raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): choose another {wrong}") from error
     bound.setblocking(False)
     return bound
 
