@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 import migrations
@@ -72,8 +72,10 @@ def migrate(database_url: str) -> None:
     """Brings the database to the newest revision. Raises BootstrapError."""
     try:
         migrations.upgrade(database_url)
-    except OSError as error:
-        raise BootstrapError(f"no database answers at --database-url ({error}): start it, or give another") from error
+    except OperationalError as error:
+        raise BootstrapError(
+            f"the database does not answer ({error.orig}): start it, or give another --database-url"
+        ) from error
     except (migrations.SchemaDrift, SQLAlchemyError) as error:
         raise BootstrapError(f"the database can't be migrated: {error}") from error
 
