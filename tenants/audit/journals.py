@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
-from sqlalchemy import Row, bindparam, text
+from sqlalchemy import Row, String, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants.audit.detached import Detached
@@ -32,18 +32,17 @@ USAGE = (
 )
 _FINISHED = USAGE.index("finished_unix_ns")
 _of_context = attrgetter(*_CONTEXT)
-_RECORDS = text(f"SELECT {', '.join(_CONTEXT + USAGE)} FROM request_record WHERE request_id IN :ids").bindparams(
-    bindparam("ids", expanding=True)
-)
+_IDS = bindparam("ids", expanding=True, type_=String)  # of none, PostgreSQL would take them for numbers
+_RECORDS = text(f"SELECT {', '.join(_CONTEXT + USAGE)} FROM request_record WHERE request_id IN :ids").bindparams(_IDS)
 _ENTRIES = text("SELECT request_id, meter, entry_id, quantity FROM ledger_entry WHERE request_id IN :ids").bindparams(
-    bindparam("ids", expanding=True)
+    _IDS
 )
 _SET_ASIDE = text(
     "SELECT request_id, attempt, reason, record FROM unbooked_record WHERE request_id IN :ids"
-).bindparams(bindparam("ids", expanding=True))
+).bindparams(_IDS)
 _WRITTEN_OFF = text(
     "SELECT target, after FROM audit_event WHERE action = 'ledger.write_off' AND target IN :ids"
-).bindparams(bindparam("ids", expanding=True))
+).bindparams(_IDS)
 _TOTALS = text(
     "SELECT tenant_id, meter, sum(quantity) AS quantity FROM ledger_entry"
     " WHERE occurred_unix_ns >= :since AND meter IN :meters GROUP BY tenant_id, meter"

@@ -62,7 +62,7 @@ def test_a_bad_adapter_beside_a_good_one_disturbs_neither_it_nor_a_running_strea
         sent = pool.map(send, names) if order == ("together",) else map(send, names)
         answers = dict(zip(names, sent, strict=True))
         running.append(pool.submit(choices))
-        streams = [stream.result(60) for stream in running]
+        streams = [stream.result(300) for stream in running]
     with tiny.http(key) as http:
         listed = {model["id"] for model in http.get("/models").json()["data"]}
         used = http.post("/completions", json=BODY | {"model": "good"})
@@ -126,6 +126,19 @@ def test_the_operator_sees_which_adapters_lie_where(tiny: Served, tmp_path: Path
     assert ["device", "cpu", "disk"] in [each["tiers"] for each in engine["residency"]]
     assert all(len(each["adapter"]) == 12 for each in engine["residency"])
     assert left
+
+
+def test_the_operator_sees_how_an_engines_kv_memory_is_laid_out_and_shared(tiny: Served):
+    with tiny.ops() as ops:
+        engine = ops.get("/engines").json()["data"][0]
+        kv = ops.get(f"/engines/{engine['id']}/kv").json()
+        absent = ops.get("/engines/none/kv")
+
+    assert kv["layout"]["num_blocks"] == engine["card"]["num_blocks"] == sum(kv["blocks"].values())
+    assert set(kv["blocks"]) == {"free", "used", "cached"}
+    assert set(kv["blocks_in_use"]) == {"interactive", "standard", "batch"}
+    assert {"fragmentation_ratio", "last_refusal"} <= kv.keys()
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
 
 
 def test_names_come_and_go_and_every_answer_is_of_the_right_version(tiny: Served, tmp_path: Path):
