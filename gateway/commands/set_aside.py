@@ -38,7 +38,8 @@ def set_aside_list(as_json: bool, **where: Any) -> None:
 @ops_options
 def set_aside_settle(request_id: str, attempt: int, as_json: bool, **where: Any) -> None:
     """Charge for one, once its rate card is there again."""
-    show(ops_api(**where).call("POST", f"/set-aside/{request_id}/{attempt}/settle"), as_json, _COLUMNS)
+    settled = ops_api(**where).call("POST", f"/set-aside/{request_id}/settle", json={"attempt": attempt})
+    show(settled, as_json, _COLUMNS)
 
 
 @set_aside.command("write-off")
@@ -47,5 +48,5 @@ def set_aside_settle(request_id: str, attempt: int, as_json: bool, **where: Any)
 @ops_options
 def set_aside_write_off(request_id: str, attempt: int, reason: str, as_json: bool, **where: Any) -> None:
     """Charge nobody for one, ever."""
-    path = f"/set-aside/{request_id}/{attempt}/write-off"
-    show(ops_api(**where).call("POST", path, json={"reason": reason}), as_json, _COLUMNS)
+    body = {"reason": reason, "attempt": attempt}
+    show(ops_api(**where).call("POST", f"/set-aside/{request_id}/write-off", json=body), as_json, _COLUMNS)

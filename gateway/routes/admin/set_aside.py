@@ -7,7 +7,7 @@ from litestar import Controller, Request, get, post
 from litestar.datastructures import State
 from litestar.params import FromPath, JSONBody
 
-from gateway.administration import change, needs, session_of
+from gateway.administration import change, needs, optional_body, session_of
 from gateway.views.rows import Body, listed
 from tenants.audit_log import Change
 from tenants.errors import StoreUnavailable
@@ -24,8 +24,13 @@ from tenants.unbooked import UnbookedRepository, settled_of
 MAX_RECORDS = 200
 
 
+class Settling(msgspec.Struct, forbid_unknown_fields=True):
+    attempt: int = 0
+
+
 class WriteOff(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
+    attempt: int = 0
 
 
 class SetAside(Controller):
@@ -40,9 +45,10 @@ class SetAside(Controller):
             found = await UnbookedRepository(session).page(MAX_RECORDS + 1)
         return listed([_body(row, now) for row, now in found[:MAX_RECORDS]], has_more=len(found) > MAX_RECORDS)
 
-    @post("/{request_id:str}/{attempt:int}/settle", guards=[needs("admin")], status_code=200)
-    async def settle(self, request: Request, request_id: FromPath[str], attempt: FromPath[int]) -> Body:
+    @post("/{request_id:str}/settle", guards=[needs("admin")], status_code=200)
+    async def settle(self, request: Request, request_id: FromPath[str]) -> Body:
         """Books it, once the rate card that it names is there."""
+        attempt = (await optional_body(request, Settling)).attempt
 
         async def work(session) -> tuple[tuple[UnbookedRecord, int], Change | None]:
             repository = UnbookedRepository(session)
@@ -55,15 +61,13 @@ class SetAside(Controller):
         await _tell_the_store(request, row, price_picousd)
         return _body(row, "settled")
 
-    @post("/{request_id:str}/{attempt:int}/write-off", guards=[needs("admin")], status_code=200)
-    async def write_off(
-        self, request: Request, request_id: FromPath[str], attempt: FromPath[int], data: JSONBody[WriteOff]
-    ) -> Body:
+    @post("/{request_id:str}/write-off", guards=[needs("admin")], status_code=200)
+    async def write_off(self, request: Request, request_id: FromPath[str], data: JSONBody[WriteOff]) -> Body:
         """Nobody is charged for it, ever; the audit takes that for an answer."""
 
         async def work(session) -> tuple[UnbookedRecord, Change | None]:
             repository = UnbookedRepository(session)
-            row = await repository.lock(request_id, attempt)
+            row = await repository.lock(request_id, data.attempt)
             return row, await repository.write_off(row, data.reason)
 
         row = await change(request, work)

@@ -78,9 +78,9 @@ def samples(
         ),
         ("PUT", "/slo-objectives"): lambda: ("/slo-objectives", document(tenant())),
         ("DELETE", "/slo-objectives"): lambda: (f"/slo-objectives?tenant={promised()}&model=tiny&class=standard", {}),
-        ("POST", "/set-aside/{request_id}/{attempt}/settle"): lambda: (f"/set-aside/{aside()}/0/settle", None),
-        ("POST", "/set-aside/{request_id}/{attempt}/write-off"): lambda: (
-            f"/set-aside/{aside()}/0/write-off",
+        ("POST", "/set-aside/{request_id}/settle"): lambda: (f"/set-aside/{aside()}/settle", None),
+        ("POST", "/set-aside/{request_id}/write-off"): lambda: (
+            f"/set-aside/{aside()}/write-off",
             {"reason": "walked"},
         ),
         ("POST", "/rate-cards"): lambda: ("/rate-cards", {"effective_from": int(time.time()) + 1000}),
@@ -229,7 +229,7 @@ def test_records_that_were_set_aside_are_listed_settled_and_written_off(server: 
     assert {entry["request_id"] for entry in charged} == {known}
     done = [(event["action"], event["target"]) for event in events(ops)][-2:]
     assert done == [("ledger.settle", known), ("ledger.write_off", unknown)]
-    assert ops.post("/set-aside/absent/0/settle").status_code == 404
+    assert ops.post("/set-aside/absent/settle").status_code == 404
 
 
 # ── tenora audit ─────────────────────────────────────────────────────────────────────────────────
