@@ -8,7 +8,10 @@ from msgspec import Struct
 
 from engine.wire.adapters import Tier
 
-MAX_LOADS_PER_STEP = 1  # moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns
+# Moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns. Counted are adapters, not
+# bytes: one can't be cut, whatever its size, and much of a load's time is the host's, a tensor at a time (84 MB to a
+# GPU: 2.3 ms, beside steps of 5), so that two small ones may take longer than a large one.
+MAX_LOADS_PER_STEP = 1
 
 
 class HostWeights(Protocol):
