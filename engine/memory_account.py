@@ -1,17 +1,24 @@
 """What a GPU's memory is for, reckoned before it is taken: weights, adapters, the work of a step, graphs, and the rest
 for keys and values."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, module_sizes
+from engine.runner import SCORE_ROWS
 from kernels.quantised_linear import WIDE_BYTES
 from kernels.sgmv import RANK_MULTIPLE
 
 USED_SHARE = 0.92  # of the device; the rest is for the driver, libraries and what others take
 LIBRARY_BYTES = 512 << 20  # workspaces of cuBLAS, compiled kernels
+ADVICE = (
+    "An engine takes what is left of a GPU unless --kv-memory says how much is for keys and values: engines that share "
+    "one need it each, the first one too"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +40,21 @@ class MemoryAccount:
         there is, or less than ``least``."""
         if max(wanted, least) > self.kv:
             said = f"{wanted / 1e9:.2f} GB are asked for" if wanted else "something else has the rest of the device"
-            raise ValueError(
-                f"no room for keys and values: {said}; {self} would be it. Give --kv-memory to share a GPU"
-            )
+            raise ValueError(f"no room for keys and values: {said}; {self} would be it. {ADVICE}")
         return replace(self, kv=wanted or self.kv)
 
     def __str__(self) -> str:
         parts = ("weights", "adapters", "step", "graphs", "kv")
         return ", ".join(f"{name} {getattr(self, name) / 1e9:.2f} GB" for name in parts)
+
+
+@contextmanager
+def says_what_to_do() -> Iterator[None]:
+    """Around what a start allocates. Raises ValueError for a GPU that has no room for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"no room on the GPU: {str(error).partition(' GPU ')[0]} {ADVICE}") from error
 
 
 def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
@@ -51,14 +65,16 @@ def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows and the
-    sampler's sorted copies of them, what weights of 8 bits are multiplied out into (once more in captured steps)."""
+    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows (those that
+    draw, or those of a prompt that are scored at a time) and sorted copies of them, what weights of 8 bits are
+    multiplied out into (once more in captured steps)."""
     attention = model.attention
     heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     widest = max(3 * model.intermediate_size, 2 * heads)
     per_token = (4 * model.hidden_size + widest) * dtype.itemsize
     per_row = model.vocab_size * (dtype.itemsize + 40)
-    return config.max_step_tokens * per_token + config.max_sequences * per_row + 2 * WIDE_BYTES
+    num_rows = max(config.max_sequences, SCORE_ROWS)
+    return config.max_step_tokens * per_token + num_rows * per_row + 2 * WIDE_BYTES
 
 
 def account(

@@ -1,8 +1,14 @@
 """A GPU's memory is shared out before it is taken."""
 
-import pytest
+from dataclasses import replace
 
-from engine.memory_account import MemoryAccount
+import pytest
+import torch
+from live_engine import CONFIG
+from tiny import tiny_config
+
+from engine.memory_account import MemoryAccount, says_what_to_do, step_bytes
+from engine.runner import SCORE_ROWS
 
 GB = 10**9
 
@@ -31,3 +37,21 @@ def test_a_device_without_room_is_an_error_that_says_who_takes_what(left: int, w
 
     assert "weights 16.00 GB" in str(caught.value)
     assert "--kv-memory" in str(caught.value)
+
+
+def test_a_gpu_that_is_full_before_the_account_says_what_to_do_too():
+    with pytest.raises(ValueError, match="Tried to allocate 2.00 GiB.*--kv-memory") as caught, says_what_to_do():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
+
+    assert "total capacity" not in str(caught.value)
+
+
+def test_a_prompt_can_be_scored_whatever_number_of_sequences_may_run():
+    """Rows of logits, in fp32 and sorted with their places: 20 bytes each at least."""
+    model = replace(tiny_config(), vocab_size=128_256)
+
+    one = step_bytes(model, replace(CONFIG, max_running=1), torch.bfloat16)
+
+    assert one - 2 * (128 << 20) > SCORE_ROWS * model.vocab_size * 20
+    assert one == step_bytes(model, replace(CONFIG, max_running=SCORE_ROWS), torch.bfloat16)
+    assert one < step_bytes(model, replace(CONFIG, max_running=2 * SCORE_ROWS), torch.bfloat16)
