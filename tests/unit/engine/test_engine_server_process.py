@@ -20,7 +20,8 @@ from engine.client import EngineLost
 def command(folder: Path, model: Path) -> list[str]:
     options = {"--socket": socket_of(folder), "--model": f"tiny={model}", "--dir": folder / "engine"}
     flat = [str(part) for pair in options.items() for part in pair]
-    return [sys.executable, "-m", "engine", *flat, "--threads", "1", "--kv-blocks", "64", "--engine-id", "e7"]
+    return [sys.executable, "-m", "engine", *flat, "--threads", "1", "--kv-blocks", "64", "--engine-id", "e7",
+            "--adapter-memory", "100000", "--adapter-disk", "100000"]  # fmt: skip
 
 
 @contextmanager
