@@ -389,6 +389,7 @@ def test_one_large_message_cuts_off_nobody_who_reads_and_several_who_does_not(tm
         for _ in range(3):
             connection.send(large)
         assert connection._transport.is_closing()
+        await until(lambda: connection._transport is None, "the end of the connection")
         writer.close()
         server.close()
 
