@@ -98,7 +98,11 @@ class Admission:
         if self.limiter.is_away and reservation.is_limited:
             call.headers["x-ratelimit-degraded"] = "true"
         if isinstance(verdict, Refused):
-            raise _spent(verdict) if verdict.limit == "spend" else _rate_limited(verdict, reservation.tokens)
+            raise (
+                _spent(verdict, reservation.tokens)
+                if verdict.limit == "spend"
+                else _rate_limited(verdict, reservation.tokens)
+            )
         return Ticket(reservation, work, card, admitted_ns, work.granted_tokens)
 
     def _check_ledger(self, *, is_money: bool) -> None:
@@ -153,10 +157,13 @@ def _rate_limited(refused: Refused, asked_tokens: int) -> ApiError:
     return ApiError(message, code="rate_limit_exceeded", retry_ms=refused.retry_after_ms)
 
 
-def _spent(refused: Refused) -> ApiError:
+def _spent(refused: Refused, asked_tokens: int) -> ApiError:
     whose, scope = _named(refused.scope.rpartition("@")[0])
     ends = datetime.fromtimestamp(refused.end_unix_ms // 1000, UTC).isoformat().replace("+00:00", "Z")
-    message = f"Spend limit reached: {whose} limit of this month{scope} can't hold this request. The month ends {ends}."
+    message = (
+        f"Spend limit reached: {whose} limit of this month{scope} can't hold this request of up to {asked_tokens} "
+        f"tokens; a smaller max_tokens needs less. The month ends {ends}."
+    )
     return ApiError(message, code="spend_limit_exceeded")
 
 

@@ -1,19 +1,18 @@
 """The public API as a Litestar app over the parts of a running gateway."""
 
 import logging
-from typing import cast
 
 from litestar import Litestar, Request, Response
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.handlers import HTTPRouteHandler
-from litestar.types import ASGIApp, HTTPScope
+from litestar.types import ASGIApp
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.access import undeclared
-from gateway.call import call_of, named
+from gateway.call import named
 from gateway.errors import ApiError, as_api_error
-from gateway.methods import allowed_methods, without_options
+from gateway.methods import allowed_methods, asked_method, with_our_methods
 from gateway.parts import Parts, authenticated
 from gateway.routes import (
     adapters,
@@ -34,7 +33,7 @@ _log = logging.getLogger("gateway.app")
 
 def build_app(parts: Parts) -> ASGIApp:
     """Every answer has its ``x-request-id``, every failure OpenAI's error body."""
-    return named(without_options(public_app(parts)))
+    return with_our_methods(named(public_app(parts)))
 
 
 def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
@@ -74,7 +73,7 @@ def _api_error(_: Request, error: ApiError) -> Response:
 
 
 def _framework_error(request: Request, error: HTTPException) -> Response:
-    method = cast(HTTPScope, call_of(request.scope).scope)["method"]
+    method = asked_method(request.scope)
     if isinstance(error, NotFoundException):
         told = ApiError(f"Unknown request URL: {method} {request.url.path}.", code="not_found")
     elif isinstance(error, MethodNotAllowedException):

@@ -105,7 +105,11 @@ class Call:
         return body
 
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises as ``body`` does; what is too large is read on, so that the 413 is seen."""
+        """The body as it comes. Raises as ``body`` does, and 415 for a compressed one; what is refused is read on, so
+        that the refusal is seen."""
+        if (self.header(b"content-encoding") or "identity").lower() != "identity":
+            await self.discard()
+            raise ApiError("Send the body as it is, without a Content-Encoding.", code="unsupported_media_type")
         size = 0
         while not self.body_ended:
             chunk = await self._chunk()

@@ -77,7 +77,7 @@ def _migration(verb: str, function: str, description: str) -> None:
         try:
             getattr(migrations, function)(url)
         except Exception as error:
-            raise Failed(f"migrate {verb} failed: {' '.join(str(error).split())}") from error
+            raise Failed(f"migrate {verb} failed: {' '.join(str(getattr(error, 'orig', error)).split())}") from error
         show({"migrate": verb, "ok": True}, as_json, {"migrate": "MIGRATE", "ok": "OK"})
 
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.errors import ApiError, invalid
+from gateway.literals import literals_at
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CHOICES = 128  # n, prompts, and prompts × n
@@ -290,6 +291,7 @@ class Answer(Struct, Generic[ChoiceBody], frozen=True):
 
 Body = TypeVar("Body", bound=Struct)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
+_NO_LITERAL = "Invalid enum value "
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 
@@ -298,7 +300,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise invalid(f"The request body is not valid JSON: {reason}", code="invalid_json") from None
@@ -309,14 +311,17 @@ def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     return msgspec.json.Decoder(kind)
 
 
-def _field_error(message: str) -> ApiError:
+def _field_error(message: str, kind: type[Struct]) -> ApiError:
     """msgspec's words, with the field as param: the top-level name, and the way to it inside objects."""
     at = _PATH.search(message)
     path = at["path"] if at else ""
+    literals = literals_at(kind, path) if message.startswith(_NO_LITERAL) else ()
     missing = _MISSING.search(message)
     if missing:
         path = f"{path}.{missing['name']}" if path else missing["name"]
     if not path.startswith("messages["):
         path = path.split("[", 1)[0]
     text = _PATH.sub("", message)[:200]  # it may quote what the caller sent
+    if literals:
+        text = f"{text.removeprefix(_NO_LITERAL)} is not one of {', '.join(literals)}"
     return invalid(f"Invalid value for '{path}': {text}" if path else text, param=path or None)

@@ -20,6 +20,10 @@ DEFAULT_MODEL = "smollm2-135m"
 MOE_MODEL = "smollm2-135m-moe8"  # the default model, upcycled
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}")  # as long as a sealed context has room for
 _MAX_SOCKET_FOLDER = 70  # bytes; Linux takes socket paths of 107
+_DRIVERS = {
+    **dict.fromkeys(("postgresql", "postgres", "postgresql+asyncpg"), "postgresql+asyncpg"),
+    **dict.fromkeys(("sqlite", "sqlite+aiosqlite"), "sqlite+aiosqlite"),
+}
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -112,7 +116,7 @@ class Settings:
         home = Path(options["home"]).expanduser().resolve()
         return cls(
             home=home,
-            database_url=_async_url(options["database_url"]) or default_database(home),
+            database_url=async_database_url(options["database_url"]) or default_database(home),
             blobs=_path(options["blobs"], home / "blobs"),
             secrets=_path(options["secrets"], home / "secrets.json"),
             host=options["host"],
@@ -343,12 +347,14 @@ def default_database(home: Path) -> str:
     return f"sqlite+aiosqlite:///{quote(str(home / 'tenora.db'))}"
 
 
-def _async_url(url: str) -> str:
-    """Names the async driver where a plain URL was given."""
-    for plain, driver in (("postgresql", "asyncpg"), ("postgres", "asyncpg"), ("sqlite", "aiosqlite")):
-        if url.startswith(plain + "://"):
-            return ("postgresql" if plain == "postgres" else plain) + f"+{driver}" + url[len(plain) :]
-    return url
+def async_database_url(url: str) -> str:
+    """With the async driver that we use; '' stays. Raises click.UsageError, which repeats nothing: a URL may hold a
+    password."""
+    scheme, _, rest = url.partition("://")
+    driver = _DRIVERS.get(scheme)
+    if url and (driver is None or not rest):
+        raise click.UsageError("--database-url: give postgresql:// or sqlite:/// and where it is")
+    return f"{driver}://{rest}" if url else ""
 
 
 def _engine_address(text: str) -> EngineAddress:

@@ -102,7 +102,7 @@ class Telemetry:
         is_sampled = self.spans.wants(call) if self.spans else call.sampled
         if work is None or flight is None or not flight.submitted_ns:
             if not call.is_replay:
-                reason = (error.code or "invalid_request") if error else "caller_left"
+                reason = _reason(error) if error else "caller_left"
                 self.metrics.refusals.labels(reason).inc()
                 self.on_refused(call, work, status, reason)
             trace = partial(refused_trace, call, work, status, error, time.monotonic_ns())
@@ -110,8 +110,8 @@ class Telemetry:
             price_picousd = self.price_of(work, flight)
             self._measure(work, flight, price_picousd, {"trace_id": call.trace_id} if is_sampled else None)
             trace = partial(request_trace, call, work, flight, error, price_picousd)
-        if work is not None:
-            self._measure_tenant(work, flight, outcome)
+        if call.principal is not None:
+            self._measure_tenant(call.principal.tenant_id, work, flight, outcome)
         if self.spans is not None and is_sampled:
             self.spans.put(trace())
         _log.info("%s", _line(call, work, flight, outcome, error))
@@ -131,10 +131,10 @@ class Telemetry:
         metrics.gpu_seconds.labels(*route).inc(usage.gpu_ns * _NS)
         metrics.price.labels(*route).inc(price_picousd * _USD)
 
-    def _measure_tenant(self, work: Work, flight: Flight | None, outcome: str) -> None:
-        metrics, tenant = self.metrics, self.top_tenants.label(work.principal.tenant_id)
+    def _measure_tenant(self, tenant_id: str, work: Work | None, flight: Flight | None, outcome: str) -> None:
+        metrics, tenant = self.metrics, self.top_tenants.label(tenant_id)
         metrics.tenant_requests.labels(tenant, outcome).inc()
-        if flight is None or not flight.submitted_ns:
+        if work is None or flight is None or not flight.submitted_ns:
             return
         for kind, number in _tokens(flight):
             metrics.tenant_tokens.labels(tenant, kind).inc(number)
@@ -152,6 +152,10 @@ def _labels(work: Work | None) -> tuple[str, str]:
     return (work.target.model.name, work.flow_class) if work else ("", "")
 
 
+def _reason(error: ApiError) -> str:
+    return error.code or "invalid_request"
+
+
 def _outcome(status: int) -> str:
     return "lost" if status == OUTCOME_LOST else "cancelled" if status == CALLER_LEFT else str(status)
 
@@ -161,10 +165,11 @@ def _line(call: Call, work: Work | None, flight: Flight | None, outcome: str, er
     if call.is_replay:
         return " ".join(parts)
     if error is not None:
-        parts.append(f"code={error.code}")
+        parts.append(f"code={_reason(error)}")
+    if call.principal is not None:
+        parts += [f"tenant={call.principal.tenant_id}", f"key={call.principal.key_id}"]
     if work is not None:
-        parts += [f"tenant={work.principal.tenant_id}", f"key={work.principal.key_id}", f"op={work.operation}"]
-        parts += [f"model={work.target.model.name}", f"class={work.flow_class}"]
+        parts += [f"op={work.operation}", f"model={work.target.model.name}", f"class={work.flow_class}"]
     if flight is not None and flight.submitted_ns:
         usage, phases = flight.usage, flight.phases()
         parts += [f"input={usage.prompt_tokens}", f"cached={usage.cached_tokens}", f"output={usage.output_tokens}"]

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import urlencode
 
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, make_url
@@ -9,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 _WRITES = "tenora_writes"
+_LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
 _PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON")
 
 
@@ -20,12 +22,34 @@ def async_url(url: str) -> str:
 
 
 def create_engine(url: str) -> AsyncEngine:
-    """An async engine; for SQLite with WAL, a busy timeout, foreign keys, and transactions that we begin."""
-    engine = create_async_engine(async_url(url), pool_pre_ping=not url.startswith("sqlite"))
-    if engine.dialect.name == "sqlite":
+    """An async engine; for SQLite with WAL, a busy timeout, foreign keys, and transactions that we begin. Its errors,
+    which logs show, have no values of its statements."""
+    parsed = make_url(async_url(url))
+    is_sqlite = parsed.get_backend_name() == "sqlite"
+    libpq = {} if is_sqlite else {name: value for name, value in parsed.query.items() if _is_libpqs(name)}
+    more = {"dsn": f"postgresql://?{urlencode(libpq, doseq=True)}"} if libpq else {}
+    url_alone = parsed.difference_update_query(libpq)
+    engine = create_async_engine(url_alone, connect_args=more, pool_pre_ping=not is_sqlite, hide_parameters=True)
+    if is_sqlite:
         event.listen(engine.sync_engine, "connect", _prepare_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)
+    else:
+        event.listen(engine.sync_engine, "do_connect", _connect_postgres)
     return engine
+
+
+def _is_libpqs(name: str) -> bool:
+    """What a PostgreSQL URL may ask for and the driver knows in a URL only; ``ssl`` alone is the driver's own word."""
+    return name in _LIBPQ_ONLY or (name.startswith("ssl") and name != "ssl")
+
+
+def _connect_postgres(dialect, _record, args, options):
+    """A server that is away is an OperationalError, as SQLAlchemy has it of any other database: the errors of sockets
+    come raw from this driver."""
+    try:
+        return dialect.connect(*args, **options)
+    except OSError as error:
+        raise dialect.loaded_dbapi.OperationalError(str(error) or type(error).__name__, error) from error
 
 
 def _prepare_sqlite(connection, _record) -> None:
@@ -51,7 +75,7 @@ class Database:
         self._engine: AsyncEngine | None = None
 
     async def start(self) -> None:
-        """Opens the pool and proves that the database answers. Raises SQLAlchemyError or OSError."""
+        """Opens the pool and proves that the database answers. Raises SQLAlchemyError."""
         self._engine = create_engine(self.url)
         async with self._engine.connect() as connection:
             await connection.exec_driver_sql("SELECT 1")

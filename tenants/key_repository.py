@@ -18,7 +18,7 @@ from tenants.limits import (
     ScopeKind,
     check_choice,
     check_expiry,
-    check_length,
+    check_label,
     check_name,
     check_scopes,
     set_limits,
@@ -50,7 +50,7 @@ class KeyRepository:
     ) -> ApiKey:
         """Raises NotFound (no such tenant), InvalidValue."""
         check_choice("class", flow_class, CLASSES)
-        check_length("name", name)
+        check_label("name", name)
         check_expiry(expires_unix_ns, time.time_ns())
         await self._lock_tenant(tenant_id)
         now = await change_stamp(self._session)

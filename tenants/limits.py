@@ -88,9 +88,16 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_name(name: str) -> None:
-    check_length("name", name)
-    if not name.strip() or not name.isprintable():
-        raise InvalidValue("name", "is printable text")
+    check_label("name", name)
+    if not name.strip():
+        raise InvalidValue("name", "may not be empty")
+
+
+def check_label(field: str, text: str) -> None:
+    """Of what an operator or a tenant calls something; '' is none. A line break would end its row of a table."""
+    check_length(field, text)
+    if text and not text.isprintable():
+        raise InvalidValue(field, "is printable text, on one line")
 
 
 def check_length(field: str, text: str) -> None:

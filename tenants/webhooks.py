@@ -7,9 +7,9 @@ from sqlalchemy import delete, func, update
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.errors import InvalidValue, LimitExceeded, NotFound
+from tenants.errors import LimitExceeded, NotFound
 from tenants.events import KINDS
-from tenants.limits import check_choice, check_length
+from tenants.limits import check_choice, check_label
 from tenants.secrets import Secret, Secrets
 from tenants.stamps import is_id, new_id
 from tenants.tables import Event, Tenant, WebhookDelivery, WebhookEndpoint
@@ -36,7 +36,7 @@ class WebhookRepository:
         counted = select(func.count()).where(WebhookEndpoint.tenant_id == tenant_id)
         if (await self._session.exec(counted)).one() >= MAX_ENDPOINTS:
             raise LimitExceeded("webhook endpoints", MAX_ENDPOINTS)
-        _check_description(description)
+        check_label("description", description)
         endpoint = WebhookEndpoint(
             endpoint_id=new_id("whe"),
             tenant_id=tenant_id,
@@ -75,7 +75,7 @@ class WebhookRepository:
         if kinds is not None:
             endpoint.kinds = checked_kinds(kinds)
         if description is not None:
-            _check_description(description)
+            check_label("description", description)
             endpoint.description = description
         if enabled is not None and enabled != (endpoint.status == "enabled"):
             await set_status(self._session, endpoint, "enabled" if enabled else "disabled", time.time_ns())
@@ -129,12 +129,6 @@ async def set_status(session: AsyncSession, endpoint: WebhookEndpoint, status: s
     pending = (col(WebhookDelivery.endpoint_id) == endpoint.endpoint_id) & (col(WebhookDelivery.state) == "pending")
     ended = {"state": "failed", "due_unix_ns": now_ns, "last_error": "endpoint_disabled"}
     await session.exec(update(WebhookDelivery).where(pending).values(**ended))
-
-
-def _check_description(text: str) -> None:
-    check_length("description", text)
-    if text and not text.isprintable():
-        raise InvalidValue("description", "is printable text")
 
 
 def checked_kinds(kinds: Sequence[str]) -> list[str]:

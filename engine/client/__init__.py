@@ -129,7 +129,11 @@ class EngineClient:
 
     async def stats(self, timeout_s: float = 1.0) -> list[wire.Family]:
         """The engine's metric families now. Raises EngineLost when not connected or not answered in time."""
-        return (await self._ask(wire.StatsRequest, timeout_s)).families
+        return (await self.report(timeout_s)).families
+
+    async def report(self, timeout_s: float = 1.0) -> wire.StatsReply:
+        """The families, and what the engine last had no room for. Raises EngineLost as ``stats``."""
+        return await self._ask(wire.StatsRequest, timeout_s)
 
     async def residency(self, keys: list[str] | None = None, timeout_s: float = 1.0) -> dict[str, list[wire.Tier]]:
         """Which tiers hold these adapters (None: all that any holds), fastest first. Raises EngineLost as ``stats``."""

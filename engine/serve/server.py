@@ -8,6 +8,7 @@ import asyncio
 import logging
 import re
 import stat
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Server:
         self._disk = disk
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
+        self._last_refusal: wire.MemoryRefusal | None = None
         self._steps = StepThread(engine, self._deliver, self._break)
         timekeeper = Timekeeper(identity.engine_id, identity.card.model, engine.stats)
         self._times = TimeRecords(timekeeper, self._steps.ask, self._records.append, time_record_s)
@@ -218,6 +220,8 @@ class Server:
     def _deliver(self, output: StepOutput) -> None:
         """What a step has for the gateways: one frame for each, then who is finished."""
         for rejected in output.rejected:
+            if rejected.code in ("busy", "too_long"):
+                self._last_refusal = wire.MemoryRefusal(rejected.code, rejected.message, int(time.time()))
             _send(self._open.connection(rejected.request_id), rejected)
             self._open.reject(rejected.request_id)
         if output.result is not None:
@@ -253,7 +257,7 @@ class Server:
         num_gateways = sum(each.is_gateway for each in self._connections)
         own = _families(self._open, num_gateways, self._records)
         told = [*with_disk_tier(families, self._disk), *self._gate.families(), *own]
-        connection.send(wire.StatsReply(seq, told))
+        connection.send(wire.StatsReply(seq, told, self._last_refusal))
 
     async def _finish(self) -> None:
         await self._until_quiet()

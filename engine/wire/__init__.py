@@ -260,9 +260,20 @@ class Record(Struct, frozen=True, tag="record"):
     payload: bytes
 
 
+class MemoryRefusal(Struct, frozen=True):
+    """A request that the engine had no room for: in the block pool (too_long) or in its queue (busy)."""
+
+    code: str
+    message: str
+    unix_s: int
+
+
 class StatsReply(Struct, frozen=True, tag="stats_reply"):
+    """``refusal``: the last one for memory since the process's start."""
+
     seq: int
     families: list[Family]
+    refusal: MemoryRefusal | None = None
 
 
 OUTCOME_LOST = 0

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from gateway.client import Answer, Api, ApiFailed
+from gateway.settings import async_database_url
 
 
 class Failed(click.ClickException):
@@ -68,7 +69,13 @@ ops_options = apply_options(
 )
 database_options = apply_options(
     home_option,
-    click.option("--database-url", default="", envvar="TENORA_DATABASE_URL", help="[default: SQLite in HOME]"),
+    click.option(
+        "--database-url",
+        default="",
+        envvar="TENORA_DATABASE_URL",
+        callback=lambda _context, _option, url: async_database_url(url),
+        help="[default: SQLite in HOME]",
+    ),
     as_json,
 )
 overlap_option = click.option(

@@ -17,7 +17,20 @@ _COLUMNS = {
     **{"line_item": "LINE ITEM", "usd": "USD"},
     **{name: name.upper().replace("_", " ") for name in _USED},
 }
-_GROUPS = {"tenant": "project_id", "key": "api_key_id"}
+_GROUPS = {"tenant": "project_id", "key": "api_key_id"}  # our words for OpenAI's
+
+
+def _group_by(*names: str) -> Callable[[Any], Any]:
+    def read(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> list[str]:
+        groups = [group for value in values for group in value.split(",")]
+        for group in groups:
+            if group not in names:
+                raise click.BadParameter(f"{group!r} is not one of {', '.join(names)}")
+        return [_GROUPS.get(group, group) for group in groups]
+
+    return click.option("--group-by", multiple=True, callback=read, help=f"Of {', '.join(names)}: a,b.")
+
+
 query_options = apply_options(
     click.option("--start-time", type=int, required=True, help="Unix seconds, inclusive."),
     click.option("--end-time", type=int, help="Unix seconds, exclusive.  [default: now]"),
@@ -31,7 +44,7 @@ query_options = apply_options(
 
 @click.command("usage")
 @click.option("--bucket-width", type=click.Choice(["1m", "1h", "1d"]), default="1d", show_default=True)
-@click.option("--group-by", multiple=True, help="tenant, model, key, service_tier, …  Repeatable.")
+@_group_by("tenant", "model", "key", "service_tier")
 @query_options
 def report_usage(**options: Any) -> None:
     """Tokens and requests by time: the tenant's whose --api-key is given, or everybody's."""
@@ -39,7 +52,7 @@ def report_usage(**options: Any) -> None:
 
 
 @click.command("charges")
-@click.option("--group-by", multiple=True, help="tenant, line_item, key.  Repeatable.")
+@_group_by("tenant", "line_item", "key")
 @query_options
 def report_charges(**options: Any) -> None:
     """What was charged by day: to the tenant whose --api-key is given, or to everybody."""
@@ -55,8 +68,7 @@ def _report(
 ) -> None:
     where = {name: options.pop(name) for name in ("home", "ops_url", "operator_key")}
     url, api_key, tenant = (options.pop(name) for name in ("url", "api_key", "tenant"))
-    query = {name: value for name, value in options.items() if value not in (None, ())} | {"time_zone": time_zone}
-    query["group_by"] = [_GROUPS.get(name, name) for name in query.get("group_by", ())]
+    query = {name: value for name, value in options.items() if value is not None} | {"time_zone": time_zone}
     if api_key and not tenant:
         buckets = Api(url, api_key).every(own, query)
     else:
@@ -68,6 +80,9 @@ def _report(
         return
     zone = ZoneInfo(time_zone)  # the server knew it
     rows = [told(row) | {"from": _when(bucket, zone)} for bucket in buckets for row in bucket["results"]]
+    if not rows:
+        click.echo("nothing in this time")
+        return
     known = {name for row in rows for name, value in row.items() if value is not None} | {"from"}
     show({"data": rows}, False, {name: title for name, title in _COLUMNS.items() if name in known})
 

@@ -48,7 +48,7 @@ class Credit:
             return
         try:
             if not await self._ask(WalletRepository.reserve, self._hold(ticket, ticket.bound_picousd)):
-                raise _exhausted()
+                raise _exhausted(ticket)
             yield
         finally:
             if ticket.kind == "void":  # no record will come
@@ -68,7 +68,7 @@ class Credit:
         if ticket.is_prepaid and not await self._ask(
             WalletRepository.begin_attempt, self._hold(ticket, ticket.bound_picousd)
         ):
-            raise _exhausted()
+            raise _exhausted(ticket)
 
     def _hold(self, ticket: Ticket, picousd: int) -> Hold:
         reservation = ticket.reservation
@@ -118,5 +118,9 @@ class Credit:
         return freed
 
 
-def _exhausted() -> ApiError:
-    return ApiError("The prepaid credit of this account can't hold this request.", code="credit_balance_exhausted")
+def _exhausted(ticket: Ticket) -> ApiError:
+    message = (
+        f"The prepaid credit of this account can't hold this request of up to {ticket.reservation.tokens} tokens; "
+        "a smaller max_tokens needs less."
+    )
+    return ApiError(message, code="credit_balance_exhausted")

@@ -53,7 +53,8 @@ class Operation:
 
 ANY: Codes = (None, "not_found", "request_timeout", "headers_too_large", "internal", "overloaded")
 KEYED: Codes = (*ANY, "invalid_api_key", "insufficient_scope", "rate_limit_exceeded", "store_unavailable")
-BODY: Codes = (*KEYED, "invalid_json", "payload_too_large")
+SENT: Codes = ("invalid_json", "payload_too_large", "unsupported_media_type")
+BODY: Codes = (*KEYED, *SENT)
 
 # ── parameters ───────────────────────────────────────────────────────────────────────────────────
 

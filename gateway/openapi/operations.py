@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.adapters.upload import CONFIG, FIELDS, FILES, WEIGHTS
 from gateway.errors import TABLE
-from gateway.openapi.operation import ANY, BODY, KEYED, LABELS, SECONDS, STRING, Codes, Operation, Parameter
+from gateway.openapi.operation import ANY, BODY, KEYED, LABELS, SECONDS, SENT, STRING, Codes, Operation, Parameter
 from gateway.resources import (
     AdapterBody,
     AdapterDetail,
@@ -183,7 +183,7 @@ _ADAPTERS = (
         content=_form(),
         answers=(AdapterBody,),
         parameters=LABELS,
-        refusals=(*_PUBLISHING, "payload_too_large", "unsupported_media_type", "invalid_json"),
+        refusals=(*_PUBLISHING, *SENT),
     ),
     Operation(
         method="GET",
@@ -220,7 +220,7 @@ _ADAPTERS = (
         content={"application/octet-stream": {"schema": _BINARY}},
         answers=(AdapterFile,),
         parameters=(_NAME, Parameter("file", "path", {"enum": list(FILES)}, "Which file.", True), *LABELS),
-        refusals=(*_UPLOADING, "invalid_adapter", "limit_reached", "payload_too_large", "invalid_json"),
+        refusals=(*_UPLOADING, *("invalid_adapter", "limit_reached"), *SENT),
     ),
     Operation(
         method="POST",
@@ -231,7 +231,7 @@ _ADAPTERS = (
         body=Commit,
         answers=(AdapterBody,),
         parameters=(_NAME, *LABELS),
-        refusals=(*_PUBLISHING, "payload_too_large", "invalid_json"),
+        refusals=(*_PUBLISHING, *SENT),
     ),
     Operation(
         method="POST",

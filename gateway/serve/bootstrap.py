@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 from redis.asyncio import Redis
-from sqlalchemy.exc import SQLAlchemyError
+from redis.exceptions import RedisError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 import migrations
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 DEMO_ADAPTERS = {"acme": "support", "blackbeard": "pirate"}  # tenant → its adapter, in gateway/demo
 DEMO_KEY_DAYS = 7
+STORE_TIMEOUT_S = 5.0
 _DAY_NS = 86_400 * 10**9
 _DEMO = Path(__file__).parents[1] / "demo"
 
@@ -70,12 +72,17 @@ def migrate(database_url: str) -> None:
     """Brings the database to the newest revision. Raises BootstrapError."""
     try:
         migrations.upgrade(database_url)
-    except (migrations.SchemaDrift, SQLAlchemyError, ImportError, OSError) as error:
+    except OperationalError as error:
+        raise BootstrapError(
+            f"the database does not answer ({error.orig}): start it, or give another --database-url"
+        ) from error
+    except (migrations.SchemaDrift, SQLAlchemyError) as error:
         raise BootstrapError(f"the database can't be migrated: {error}") from error
 
 
 async def prepare(settings: Settings) -> Start:
     """Opens the stores of a migrated home and makes what is absent. Raises BootstrapError."""
+    await _find_store(settings.redis_url)
     try:
         credentials = read_credentials(settings.credentials)
         context = await open_stores(settings)
@@ -86,6 +93,17 @@ async def prepare(settings: Settings) -> Start:
     except (TenantsError, SQLAlchemyError, OSError) as error:
         raise BootstrapError(f"{settings.home} can't be made ready: {error}") from error
     return Start(context, credentials)
+
+
+async def _find_store(url: str) -> None:
+    """Before anything is written that nobody could be told of. The URL is not repeated: it may hold a password."""
+    redis = Redis.from_url(url, socket_connect_timeout=STORE_TIMEOUT_S, socket_timeout=STORE_TIMEOUT_S)
+    try:
+        await redis.ping()
+    except (RedisError, OSError) as error:
+        raise BootstrapError(f"no store answers at --redis-url ({error}): start it, or give another") from error
+    finally:
+        await redis.aclose()
 
 
 async def _ensure(settings: Settings, context: OpsContext, credentials: Credentials) -> None:

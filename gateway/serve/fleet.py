@@ -14,6 +14,7 @@ from gateway.launchers import EngineHandle, EngineSpec
 from gateway.serve import scrape
 from gateway.serve.children import Child, ChildFailed
 from gateway.settings import Settings
+from gateway.views.kv import kv_body
 
 PULL_SECONDS = 1.0
 WELCOME_TIMEOUT_S = 30.0
@@ -69,6 +70,15 @@ class Fleet:
     async def engines(self) -> list[dict[str, Any]]:
         """Every replica: who it is, whether it serves, its load as last pulled, which adapters lie where, its card."""
         return await asyncio.gather(*map(self._describe, self.replicas))
+
+    async def kv(self, engine_id: str) -> dict[str, Any] | None:
+        """That engine's KV memory now; None for one that is not here. Raises EngineLost while it does not answer."""
+        for replica in self.replicas:
+            if replica.spec.engine_id == engine_id:
+                report = await replica.client.report()
+                welcome = await replica.client.ready(WELCOME_TIMEOUT_S)
+                return kv_body(engine_id, welcome.card, report)
+        return None
 
     async def _describe(self, replica: Replica) -> dict[str, Any]:
         engine, welcome = replica.spec.engine_id, replica.client.welcome

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 from litestar import Litestar, Request, Response, get
 from litestar.datastructures import State
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from redis.asyncio import Redis
 
 from gateway.errors import ApiError, as_api_error, invalid
 from gateway.failures import FailedAttempts
+from gateway.methods import allowed_methods
 from gateway.routes.admin import admin_routes
 from gateway.serve.fleet import Fleet
 from tenants.adapters.blobs import BlobStore
@@ -32,6 +33,13 @@ from tenants.secrets import Secrets
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
+_TOLD: dict[type[Exception], tuple[str, str | None]] = {  # errors whose words are the answer's: code, param
+    NotFound: ("not_found", None),
+    NameTaken: ("name_taken", "name"),
+    PeriodOpen: ("period_open", "period"),
+    LastAdministrator: ("last_administrator", None),
+    StoreUnavailable: ("store_unavailable", None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,48 +93,46 @@ async def metrics(request: Request, state: State) -> Response[bytes]:
     return Response(text, headers={"content-type": content_type})
 
 
-def answer_error(_: Request, error: Exception) -> Response[bytes]:
+def answer_error(request: Request, error: Exception) -> Response[bytes]:
     """Every failure in OpenAI's shape; a failure of ours is logged and says nothing."""
-    answer = _as_api_error(error)
+    answer = _as_api_error(request, error)
     if answer.status >= 500:
         log.error("ops: %s", answer.message if isinstance(error, ApiError) else type(error).__name__, exc_info=error)
     body = msgspec.json.encode(answer.body())
     return Response(body, status_code=answer.status, media_type="application/json", headers=answer.response_headers())
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def _as_api_error(request: Request, error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
         case InvalidValue():
             return invalid(str(error), error.field)
-        case NotFound():
-            return ApiError(str(error), code="not_found")
-        case NameTaken():
-            return ApiError(str(error), code="name_taken", param="name")
-        case PeriodOpen():
-            return ApiError(str(error), code="period_open", param="period")
         case UnsoundInvoice():
             return ApiError(
                 "The invoice does not add up; it is not issued.", "unsound_invoice", reasons=tuple(error.breaches)
             )
-        case LastAdministrator():
-            return ApiError(str(error), code="last_administrator")
-        case StoreUnavailable():
-            return ApiError(str(error), code="store_unavailable")
+        case _ if type(error) in _TOLD:
+            code, param = _TOLD[type(error)]
+            return ApiError(str(error), code=code, param=param)
         case msgspec.ValidationError():
             return invalid(str(error), _named(str(error)))
         case msgspec.DecodeError():
             return invalid(str(error), code="invalid_json")
         case RecursionError():
             return invalid("The request body is nested too deeply.", code="invalid_json")
+        case NotFoundException():
+            return ApiError(f"Unknown request URL: {request.url.path}.", code="not_found")
+        case MethodNotAllowedException():
+            allowed = {"allow": allowed_methods(error)}
+            return ApiError("This method is not allowed here.", code="method_not_allowed", headers=allowed)
         case HTTPException():
             return _from_litestar(error)
     return as_api_error(error)
 
 
 def _from_litestar(error: HTTPException) -> ApiError:
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large", 415: "unsupported_media_type"}
+    codes = {413: "payload_too_large", 415: "unsupported_media_type"}
     if error.status_code >= 500:
         return ApiError("Internal error.", code="internal")
     extra = [e if isinstance(e, dict) else {"message": e} for e in _listed(error.extra)]

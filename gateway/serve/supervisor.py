@@ -5,6 +5,7 @@ It carries no tenant request: killing any child is the same fault here as in pro
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -104,7 +105,9 @@ def listen(host: str, port: int, option: str) -> socket.socket:
             bound.listen(BACKLOG)
             on_failure.pop_all()
     except OSError as error:
-        raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): choose another {option}") from error
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        wrong = option.replace("port", "host") if is_host else option
+        raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): choose another {wrong}") from error
     bound.setblocking(False)
     return bound
 
@@ -268,11 +271,11 @@ def engine_specs(settings: Settings, models: list[Model]) -> list[EngineSpec]:
 
 def serve_ops(context: "OpsContext", fleet: Fleet) -> _OpsServer:
     """The ops port's server, not yet serving."""
-    from gateway.methods import without_options
+    from gateway.methods import with_our_methods
     from gateway.protocol import HttpProtocol
     from gateway.serve.ops_app import build_ops_app
 
-    app = without_options(build_ops_app(context, fleet))
+    app = with_our_methods(build_ops_app(context, fleet))
     config = uvicorn.Config(
         app, http=HttpProtocol, log_config=None, log_level="warning", access_log=False, lifespan="on"
     )

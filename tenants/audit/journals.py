@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
-from sqlalchemy import Row, bindparam, text
+from sqlalchemy import Row, String, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tenants.audit.findings import Findings
@@ -29,11 +29,10 @@ USAGE = (
 )
 _FINISHED = USAGE.index("finished_unix_ns")
 _of_context = attrgetter(*_CONTEXT)
-_RECORDS = text(f"SELECT {', '.join(_CONTEXT + USAGE)} FROM request_record WHERE request_id IN :ids").bindparams(
-    bindparam("ids", expanding=True)
-)
+_IDS = bindparam("ids", expanding=True, type_=String)  # of none, PostgreSQL would take them for numbers
+_RECORDS = text(f"SELECT {', '.join(_CONTEXT + USAGE)} FROM request_record WHERE request_id IN :ids").bindparams(_IDS)
 _ENTRIES = text("SELECT request_id, meter, entry_id, quantity FROM ledger_entry WHERE request_id IN :ids").bindparams(
-    bindparam("ids", expanding=True)
+    _IDS
 )
 _TOTALS = text(
     "SELECT tenant_id, meter, sum(quantity) AS quantity FROM ledger_entry"

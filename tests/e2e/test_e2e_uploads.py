@@ -128,6 +128,19 @@ def test_the_operator_sees_which_adapters_lie_where(tiny: Served, tmp_path: Path
     assert left
 
 
+def test_the_operator_sees_how_an_engines_kv_memory_is_laid_out_and_shared(tiny: Served):
+    with tiny.ops() as ops:
+        engine = ops.get("/engines").json()["data"][0]
+        kv = ops.get(f"/engines/{engine['id']}/kv").json()
+        absent = ops.get("/engines/none/kv")
+
+    assert kv["layout"]["num_blocks"] == engine["card"]["num_blocks"] == sum(kv["blocks"].values())
+    assert set(kv["blocks"]) == {"free", "used", "cached"}
+    assert set(kv["blocks_in_use"]) == {"interactive", "standard", "batch"}
+    assert {"fragmentation_ratio", "last_refusal"} <= kv.keys()
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")
+
+
 def test_names_come_and_go_and_every_answer_is_of_the_right_version(tiny: Served, tmp_path: Path):
     """Two rounds of what ``./run prove churn`` does for fifty."""
     churn(tiny, tmp_path, "churn", rounds=2)

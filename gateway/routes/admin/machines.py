@@ -1,9 +1,12 @@
-"""/admin/v1/models and /engines: what is served, and by what."""
+"""/admin/v1/models and /engines: what is served, by what, and out of which memory."""
 
 from litestar import Controller, get
 from litestar.datastructures import State
+from litestar.params import FromPath
 
-from gateway.administration import needs
+from engine.client import EngineLost
+from gateway.administration import found, needs
+from gateway.errors import ApiError
 from gateway.views.rows import Body, listed
 
 
@@ -16,3 +19,11 @@ class Machines(Controller):
     async def engines(self, state: State) -> Body:
         await state.fleet.pull()
         return listed(await state.fleet.engines())
+
+    @get("/engines/{engine_id:str}/kv", guards=[needs("read")])
+    async def kv(self, state: State, engine_id: FromPath[str]) -> Body:
+        """503 while the engine does not answer."""
+        try:
+            return found(await state.fleet.kv(engine_id), f"no engine {engine_id}")
+        except EngineLost as error:
+            raise ApiError(f"The engine {engine_id} does not answer; try again.", code="engine_lost") from error

@@ -316,13 +316,17 @@ def test_a_gateway_cannot_end_or_close_the_request_of_another(tmp_path):
 def test_a_too_long_prompt_and_a_full_queue_are_rejected_by_their_codes(tmp_path):
     async def main():
         async with live_server(tmp_path), live_client(tmp_path) as client:
+            assert (await client.report(PATIENCE_S)).refusal is None
             _, rejected = await collect(client.submit(submit("long", [5] * 600)))
             assert rejected.code == "too_long"
+            refusal = (await client.report(PATIENCE_S)).refusal
+            assert (refusal.code, refusal.message) == ("too_long", rejected.message)
             streams = [client.submit(submit(f"r{i}", max_tokens=2)) for i in range(1500)]
             ends = [(await collect(stream))[1] for stream in streams]
             codes = {end.code for end in ends if isinstance(end, wire.Rejected)}
             assert codes == {"busy"}
             assert sum(isinstance(end, wire.Finished) for end in ends) >= 1024
+            assert (await client.report(PATIENCE_S)).refusal.code == "busy"
 
     asyncio.run(main())
 

@@ -1,6 +1,7 @@
 """The request path over HTTP: a real gateway, a real engine, real stores."""
 
 import concurrent.futures
+import gzip
 import json
 import socket
 import threading
@@ -442,6 +443,27 @@ def test_each_request_is_counted_once_by_how_it_ended(house: House, key: str):
         "tenora_time_per_output_token_seconds_count",
     ):
         assert house.metric(name, **{"model": "tiny", "class": "standard", "route": "base"}) > 0
+
+
+def test_a_refused_request_is_logged_and_counted_as_its_tenants(house: House, key: str, caplog):
+    tenant = house.tenants[key]
+    before = house.metric("tenora_tenant_requests_total", tenant=tenant, outcome="400")
+    with caplog.at_level("INFO"), house.http(key) as http:
+        request_id = chat(http, messages=[]).headers["x-request-id"]
+        (line,) = eventually(lambda: [r.getMessage() for r in caplog.records if request_id in r.getMessage()])
+
+    assert f"status=400 code=invalid_request tenant={tenant} key=" in line
+    assert house.metric("tenora_tenant_requests_total", tenant=tenant, outcome="400") == before + 1
+
+
+def test_a_compressed_body_is_refused_with_what_to_do(house: House, key: str):
+    body = gzip.compress(json.dumps({"model": "tiny", "prompt": "x"}).encode())
+    with house.http(key) as http:
+        compressed = http.post("/completions", content=body, headers={"content-encoding": "gzip"})
+        as_it_is = http.post("/completions", content=gzip.decompress(body), headers={"content-encoding": "identity"})
+
+    assert (compressed.status_code, compressed.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert as_it_is.status_code == 200
 
 
 def test_the_log_has_one_line_a_request_and_no_prompt_answer_or_key(house: House, key: str, caplog):

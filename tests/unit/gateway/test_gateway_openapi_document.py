@@ -102,17 +102,27 @@ def test_anybody_may_read_it(house: House):
     assert answer.json() == DOCUMENT
 
 
-@pytest.mark.parametrize("method", ["OPTIONS", "TRACE", "HEAD", "PATCH", "PROPFIND"])
+@pytest.mark.parametrize("method", ["OPTIONS", "TRACE", "PATCH", "PROPFIND"])
 def test_a_method_that_a_route_has_not_is_405_with_those_that_it_has(house: House, method: str):
     with house.http() as http:
         answer = http.request(method, "/adapters")
         nowhere = http.request(method, "/nowhere")
 
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
     assert nowhere.status_code == 404
-    if method != "HEAD":
-        assert answer.json()["error"]["code"] == "method_not_allowed"
-        assert f"{method} /v1/nowhere" in nowhere.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+    assert f"{method} /v1/nowhere" in nowhere.json()["error"]["message"]
+
+
+def test_head_is_answered_as_get_is_without_its_body(house: House, key: str):
+    with house.http(key) as http, house.http() as stranger:
+        asked, got = http.head("/models"), http.get("/models")
+        refused, nothing_to_get = stranger.head("/models"), http.head("/completions")
+
+    assert (asked.status_code, asked.content) == (200, b"")
+    assert asked.headers["content-length"] == got.headers["content-length"]
+    assert refused.status_code == 401
+    assert (nothing_to_get.status_code, nothing_to_get.headers["allow"]) == (405, "POST")
 
 
 def test_an_empty_file_is_refused_when_it_is_put(house: House, key: str):

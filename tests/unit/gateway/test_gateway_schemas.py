@@ -143,3 +143,19 @@ def test_an_error_does_not_repeat_what_the_caller_sent_at_length():
         decode(json.dumps(CHAT | {"messages": [{"role": "x" * 100_000, "content": ""}]}).encode(), ChatRequest)
 
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"service_tier": "gold"}, "'gold' is not one of auto, default, fast, flex, priority"),
+        ({"messages": [{"role": "king"}]}, "'king' is not one of assistant, developer, system, tool, user"),
+        ({"tool_choice": "any"}, "'any' is not one of auto, none, required"),
+        ({"tools": [{"type": "code", "function": {"name": "f"}}]}, "'code' is not one of function"),
+    ],
+)
+def test_who_sends_a_word_that_is_none_of_ours_is_told_which_there_are(more: dict, told: str):
+    with pytest.raises(ApiError) as caught:
+        decode(json.dumps(CHAT | more).encode(), ChatRequest)
+
+    assert caught.value.message.endswith(told)

@@ -68,6 +68,7 @@ def test_the_month_ends_at_its_limit_with_402_and_a_retry_does_not_help(spending
     error = answers[3].json()["error"]
     assert (error["type"], error["code"]) == ("insufficient_quota", "spend_limit_exceeded")
     assert "this account's limit" in error["message"]
+    assert "tokens; a smaller max_tokens needs less" in error["message"]
     ends = datetime.fromtimestamp(period_of(time.time_ns(), "UTC", 1).end_unix_ns // 10**9, UTC)
     assert ends.strftime("%Y-%m-%dT%H:%M:%SZ") in error["message"]
     assert answers[3].headers["x-should-retry"] == "false"
@@ -225,6 +226,7 @@ def test_prepaid_credit_is_spent_to_its_end_and_no_further(spending: House):
         "insufficient_quota",
         "credit_balance_exhausted",
     )
+    assert "tokens; a smaller max_tokens needs less" in error["message"]
     assert refused.headers["x-should-retry"] == "false"
     assert balance(spending, key) == (2 * PRICE, 0, 2 * PRICE)
     grant(spending, key, PRICE, "second")

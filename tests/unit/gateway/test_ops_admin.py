@@ -177,7 +177,16 @@ def test_what_is_not_there_is_not_found(ops: httpx.Client) -> None:
         assert error_of(ops.get(path)) == (404, "not_found", None)
     assert error_of(ops.delete("/keys/absent"))[0] == 404
     assert error_of(ops.get("/nowhere"))[0] == 404
+    assert "/admin/v1/nowhere" in ops.get("/nowhere").text
     assert error_of(ops.put("/tenants", json={}))[0] == 405
+    assert ops.put("/tenants", json={}).headers["allow"] == "GET, HEAD, POST"
+
+
+def test_a_name_that_would_break_its_line_of_a_list_is_refused(server: OpsServer, ops: httpx.Client) -> None:
+    tenant_id = server.credentials.tenants["acme"].tenant_id
+
+    for path in ("/tenants", f"/tenants/{tenant_id}/keys", "/operators"):
+        assert error_of(ops.post(path, json={"name": "two\nlines"})) == (400, None, "name")
 
 
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────

@@ -49,15 +49,29 @@ def settings(tmp_path: Path):
         yield settings_of(tmp_path / "home", store.url, "--demo")
 
 
-@pytest.mark.parametrize("url", ["mysql://x/y", "sqlite:///{folder}/newer.db"])
-def test_a_database_that_cannot_be_ours_stops_the_start(tmp_path: Path, url: str) -> None:
+def test_a_database_that_cannot_be_ours_stops_the_start(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "newer.db")) as newer:
         newer.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
         newer.execute("INSERT INTO alembic_version VALUES ('of the future')")
         newer.commit()
 
     with pytest.raises(bootstrap.BootstrapError, match="migrated"):
-        bootstrap.migrate(url.format(folder=tmp_path))
+        bootstrap.migrate(f"sqlite:///{tmp_path}/newer.db")
+
+
+def test_a_database_that_is_away_stops_the_start_by_its_option() -> None:
+    with pytest.raises(bootstrap.BootstrapError, match=r"does not answer .*another --database-url"):
+        bootstrap.migrate("postgresql+asyncpg://127.0.0.1:1/tenora")
+
+
+def test_a_store_that_is_away_stops_the_start_by_its_option_before_anything_is_written(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path / "home", f"unix://{tmp_path}/nobody.sock", "--demo")
+
+    with pytest.raises(bootstrap.BootstrapError, match="no store answers at --redis-url"):
+        start(settings)
+
+    assert not settings.credentials.exists()
+    assert not settings.secrets.exists()
 
 
 def test_a_second_start_keeps_every_key(settings: Settings) -> None:

@@ -156,6 +156,9 @@ def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> No
         (["serve", "--home", "/dev/null/x", "--port", "0", "--ops-port", "0"], "/dev/null/x"),
         (["serve", "--home", "/dev/null", "--port", "0", "--ops-port", "0"], "/dev/null"),
         (["serve", "--redis-url", "http://user:secret@x"], "redis://"),
+        (["serve", "--database-url", "mysql://user:secret@x/y"], "postgresql://"),
+        (["audit", "--database-url", "mysql://user:secret@x/y"], "postgresql://"),
+        (["migrate", "check", "--database-url", "secret"], "postgresql://"),
     ],
 )
 def test_a_failure_is_one_line_that_says_what_to_do(server: OpsServer, arguments: list[str], says: str) -> None:

@@ -216,16 +216,26 @@ async def book_entry(url: str, tenant_id: str) -> None:
 
 def test_the_command_line_shows_everybodys_usage_and_charges_with_an_operators_key(server: OpsServer):
     where = ["--home", str(server.home), "--ops-url", server.url, "--start-time", str(NOW_S - 60)]
-    used = CliRunner().invoke(main, ["report", "usage", "--group-by", "tenant", *where], catch_exceptions=False)
+    used = CliRunner().invoke(main, ["report", "usage", "--group-by", "tenant,model", *where], catch_exceptions=False)
     charged = CliRunner().invoke(
         main, ["report", "charges", "--group-by", "tenant", "--time-zone", "Asia/Kolkata", "--json", *where]
     )
 
     assert used.exit_code == charged.exit_code == 0, (used.output, charged.output)
-    assert used.output.startswith("FROM")
+    assert used.output.split()[:3] == ["FROM", "TENANT", "MODEL"]
     assert {"ten_a", "ten_b"} <= set(used.output.split())
     rows = [row for bucket in json.loads(charged.output)["data"] for row in bucket["results"]]
     assert {row["project_id"] for row in rows} == {"ten_a", "ten_b"}
+
+
+def test_the_command_line_says_by_what_usage_can_be_parted_and_when_there_was_none(server: OpsServer):
+    where = ["--home", str(server.home), "--ops-url", server.url, "--start-time", "1000", "--end-time", "1060"]
+    wrong = CliRunner().invoke(main, ["report", "usage", "--group-by", "tenant,colour", *where])
+    nothing = CliRunner().invoke(main, ["report", "usage", *where])
+
+    assert wrong.exit_code == 2
+    assert "'colour' is not one of tenant, model, key, service_tier" in wrong.output
+    assert (nothing.exit_code, nothing.output) == (0, "nothing in this time\n")
 
 
 def test_sums_that_somebody_changed_are_found_and_made_anew(server: OpsServer, ops: httpx.Client):

@@ -303,6 +303,13 @@ def test_methods_that_nobody_asked_for_are_refused_with_and_without_a_key(server
         assert error_of(answer) == ((405, "method_not_allowed", None) if known else (404, "not_found", None))
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_who_probes_by_head_is_answered_as_by_get(server: OpsServer, path: str):
+    asked, got = plain.request("HEAD", server.url + path), plain.get(server.url + path)
+
+    assert (asked.status_code, asked.content) == (got.status_code, b"")
+
+
 def test_after_many_wrong_keys_an_address_is_told_to_wait_and_operators_pass(tmp_path):
     with ops_server_in_thread(tmp_path, "--no-demo") as server, client_of(server, "tn_ops_" + "0" * 36) as guesser:
         answers = [guesser.get("/tenants") for _ in range(MAX_FAILURES + 20)]

@@ -35,6 +35,11 @@ def test_a_port_that_is_taken_names_the_option() -> None:
         listen("127.0.0.1", taken.getsockname()[1], "--ops-port")
 
 
+def test_an_address_that_is_not_this_machines_names_the_option() -> None:
+    with pytest.raises(CannotStart, match="choose another --ops-host"):
+        listen("192.0.2.1", 0, "--ops-port")
+
+
 def test_the_folder_of_sockets_is_ours_alone(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "home", "")
     settings.run_dir.mkdir(parents=True, mode=0o777)

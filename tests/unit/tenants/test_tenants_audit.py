@@ -325,6 +325,15 @@ def test_a_record_on_its_way_is_no_breach_and_one_that_was_acknowledged_and_is_m
     with_database(body)
 
 
+def test_the_journal_of_an_engine_that_had_no_request_is_audited(with_database):
+    async def body(database):
+        books = await Books.write(database)
+        idle = Records([each for each in books.journal.records if isinstance(each, JournaledTime)], "idle")
+        assert await books.audited(database, books.journal, idle) == {}
+
+    with_database(body)
+
+
 def test_a_record_that_says_otherwise_than_the_receipt_is_found(with_database):
     async def body(database):
         books = await Books.write(database)

@@ -1,0 +1,52 @@
+"""What a database's URL may say beside where it is."""
+
+import asyncio
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from tenants.database import Database
+from tests.stores import PostgresServer
+
+
+def asked(url: str, question: str) -> str:
+    async def main() -> str:
+        database = Database(url)
+        try:
+            await database.start()
+            async with database.session() as session:
+                return str((await (await session.connection()).exec_driver_sql(question)).scalar())
+        finally:
+            await database.close()
+
+    return asyncio.run(main())
+
+
+def test_a_url_as_managed_databases_hand_it_out_is_understood(postgres: PostgresServer):
+    url = f"{postgres.url('postgres')}?sslmode=disable&application_name=tenora"
+
+    assert asked(url.replace("+asyncpg", ""), "SHOW application_name") == "tenora"
+
+
+def test_a_url_that_asks_for_tls_is_not_served_without(postgres: PostgresServer):
+    with pytest.raises(OperationalError, match="SSL"):
+        asked(f"{postgres.url('postgres')}?sslmode=require", "SELECT 1")
+
+
+def test_a_server_that_is_away_or_lets_nobody_in_is_an_error_of_databases(postgres: PostgresServer):
+    with pytest.raises(OperationalError, match="Connect call failed"):
+        asked("postgresql://127.0.0.1:1/tenora", "SELECT 1")
+    with pytest.raises(DBAPIError, match="nobody"):
+        asked(postgres.url("postgres").replace("postgres:", "nobody:"), "SELECT 1")
+
+
+def test_an_error_that_a_log_may_show_has_no_values_of_its_statement(with_database):
+    async def body(database: Database):
+        async with database.session() as session:
+            with pytest.raises(DBAPIError) as caught:
+                await (await session.connection()).execute(text("SELECT x FROM nowhere WHERE x = :x"), {"x": "secret"})
+        assert "nowhere" in str(caught.value)
+        assert "secret" not in str(caught.value)
+
+    with_database(body)
