@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 HOST_ADAPTER_BYTES = 2 << 30
 
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes and bounds of one engine, in tokens, blocks, slots and bytes.
