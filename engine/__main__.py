@@ -148,8 +148,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running", type=int, default=0, help="0: 64 on a CPU, 256 on a GPU")
     add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
-    add("--adapter-memory", type=int, default=2 << 30, dest="host_adapter_bytes", metavar="BYTES", help="of the host, for copies")
-    add("--adapter-disk", type=int, default=8 << 30, dest="adapter_disk_bytes", metavar="BYTES", help="in --dir")
+    add(
+        "--adapter-memory",
+        type=int,
+        default=2 << 30,
+        dest="host_adapter_bytes",
+        metavar="BYTES",
+        help="copies of adapters in the host's memory",
+    )
+    add(
+        "--adapter-disk",
+        type=int,
+        default=8 << 30,
+        dest="adapter_disk_bytes",
+        metavar="BYTES",
+        help="adapter files in --dir",
+    )
     add(
         "--deterministic",
         action="store_true",
