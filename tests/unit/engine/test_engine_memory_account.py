@@ -40,7 +40,7 @@ def test_a_device_without_room_is_an_error_that_says_who_takes_what(left: int, w
 
 
 def test_a_gpu_that_is_full_before_the_account_says_what_to_do_too():
-    with pytest.raises(ValueError, match="Tried to allocate 2.00 GiB.*--kv-memory") as caught, says_what_to_do():
+    with pytest.raises(ValueError, match=r"Tried to allocate 2\.00 GiB.*--kv-memory") as caught, says_what_to_do():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
 
     assert "total capacity" not in str(caught.value)
