@@ -250,7 +250,7 @@ def test_an_adapter_that_cannot_be_prepared_is_worth_another_try_and_nobody_wait
         raise RuntimeError("no pinned memory is left")
 
     async def main():
-        told: asyncio.Queue = asyncio.Queue()
+        told: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
         tiers = AdapterTiers(
             stocked(tmp_path), lambda key: None, lambda *ready: None, lambda *failed: told.put_nowait(failed), prepare
         )
@@ -264,7 +264,7 @@ def test_an_adapter_that_cannot_be_prepared_is_worth_another_try_and_nobody_wait
 
 def test_an_adapter_that_is_wanted_again_as_soon_as_it_has_come_comes_again(tmp_path):
     async def main():
-        came: asyncio.Queue = asyncio.Queue()
+        came: asyncio.Queue[str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def ready(key, weights) -> None:
