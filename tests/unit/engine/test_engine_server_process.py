@@ -16,7 +16,6 @@ from tiny import tiny_config, write_hf_dir
 from engine import wire
 from engine.client import EngineLost
 
-
 MODEL = tiny_config(context_tokens=4096)
 LONG = 4000  # tokens, for what is to end before they are made
 
