@@ -111,5 +111,5 @@ def test_a_backup_that_fails_leaves_nothing_that_could_be_taken_for_one(home: Jo
     away = "postgresql://127.0.0.1:1/tenora"
     code, message = tenora("backup", str(tmp_path / "copy"), "--home", str(home.home), "--database-url", away)
 
-    assert (code, message.count("\n")) == (1, 1), message
+    assert (code, "pg_dump" in message) == (1, True)
     assert not (tmp_path / "copy").exists()
