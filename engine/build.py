@@ -71,7 +71,7 @@ def build(options: Options, phases: Phases | None = None) -> Built:
     phases.ended("weights")
     model = Decoder(loaded.config, loaded.weights)
     loaded.weights.clear()  # what the decoder fused is there twice
-    config = resolve_sizes(options, loaded.config, dtype, device)
+    config = resolve_sizes(options, model, dtype, device)
     phases.ended("model")
     engine = Engine(config, make_runner(model, config, phases))
     card = _card(options, config, loaded.config, loaded.revision, dtype, device)
@@ -108,13 +108,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def resolve_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> EngineConfig:
+def resolve_sizes(options: Options, model: Decoder, dtype: torch.dtype, device: torch.device) -> EngineConfig:
     """The blocks that the memory has room for, and a context that the model and these blocks allow."""
-    config = step_sizes(options, model, dtype, device)
-    block_bytes = kv_block_bytes(model, options.block_size, dtype)
+    config = step_sizes(options, model.config, dtype, device)
+    block_bytes = kv_block_bytes(model.config, options.block_size, dtype)
     memory_bytes = options.kv_blocks * block_bytes or options.kv_memory_bytes
     if device.type == "cuda":
-        memory_bytes = _reserve(account_of(model, config, dtype, device).with_kv(memory_bytes, block_bytes), device)
+        memory_bytes = _reserve(account_of(model, config, device).with_kv(memory_bytes, block_bytes), device)
     config = replace(config, num_blocks=(memory_bytes or CPU_KV_BYTES) // block_bytes)
     return replace(config, context_tokens=min(config.context_tokens, config.pool_tokens))
 
@@ -152,12 +152,12 @@ def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> i
     return 2 * model.num_layers * block_size * attention.num_kv_heads * attention.head_dim * dtype.itemsize
 
 
-def account_of(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> MemoryAccount:
+def account_of(model: Decoder, config: EngineConfig, device: torch.device) -> MemoryAccount:
     """Of the GPU, with all that is left for keys and values."""
     from engine.gpu.decode_graphs import graph_bytes
 
     torch.cuda.empty_cache()  # what the weights were made from
-    return account(model, config, dtype, device, graph_bytes(model, config, device))
+    return account(model, config, device, graph_bytes(model.config, config, device))
 
 
 def _reserve(found: MemoryAccount, device: torch.device) -> int:

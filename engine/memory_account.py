@@ -7,6 +7,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, module_sizes
+from engine.models.decoder import Decoder
 from kernels.quantised_linear import WIDE_BYTES
 from kernels.sgmv import RANK_MULTIPLE
 
@@ -50,25 +51,25 @@ def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
     return per_rank * (config.adapter_slots * ranks + config.max_lora_rank) if config.adapter_slots else 0
 
 
-def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+def step_bytes(model: Decoder, config: EngineConfig) -> int:
     """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows and the
-    sampler's sorted copies of them, what weights of 8 bits are multiplied out into (once more in captured steps)."""
-    attention = model.attention
-    heads = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    widest = max(3 * model.intermediate_size, 2 * heads)
-    per_token = (4 * model.hidden_size + widest) * dtype.itemsize
-    per_row = model.vocab_size * (dtype.itemsize + 40)
-    return config.max_step_tokens * per_token + config.max_sequences * per_row + 2 * WIDE_BYTES
+    sampler's sorted copies of them, what weights of 8 bits, if any, are multiplied out into (once more in captured
+    steps)."""
+    said, dtype = model.config, model.embedding.dtype
+    heads = (said.attention.num_heads + 2 * said.attention.num_kv_heads) * said.attention.head_dim
+    widest = max(3 * said.intermediate_size, 2 * heads)
+    per_token = (4 * said.hidden_size + widest) * dtype.itemsize
+    per_row = said.vocab_size * (dtype.itemsize + 40)
+    widened = 2 * WIDE_BYTES if model.is_quantised else 0
+    return config.max_step_tokens * per_token + config.max_sequences * per_row + widened
 
 
-def account(
-    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device, graph_bytes: int
-) -> MemoryAccount:
-    """For a device on which the weights are, and nothing else of ours. ``config.num_blocks`` does not matter."""
+def account(model: Decoder, config: EngineConfig, device: torch.device, graph_bytes: int) -> MemoryAccount:
+    """For a device on which the model is, and nothing else of ours. ``config.num_blocks`` does not matter."""
     free_bytes, device_bytes = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_reserved(device)
     of_others = device_bytes - free_bytes - weights
-    adapters, step = adapter_bytes(model, config, dtype), step_bytes(model, config, dtype)
+    adapters, step = adapter_bytes(model.config, config, model.embedding.dtype), step_bytes(model, config)
     graphs = graph_bytes + LIBRARY_BYTES
     kv = int(device_bytes * USED_SHARE) - of_others - weights - adapters - step - graphs
     return MemoryAccount(weights, adapters, step, graphs, kv)

@@ -29,8 +29,13 @@ def is_early(kernel: str, device: torch.device) -> bool:
 
 
 def early(kernel: str, device: torch.device) -> dict[str, bool]:
-    """What a launch of ``kernel`` is given for that: its PDL, and the option."""
-    return {"PDL": True, "launch_pdl": True} if is_early(kernel, device) else {"PDL": False}
+    """What a launch of ``kernel`` is given for that."""
+    return pdl(is_early(kernel, device))
+
+
+def pdl(is_early: int) -> dict[str, bool]:
+    """What a launch is given that may begin early: its kernel's PDL, and the option."""
+    return {"PDL": True, "launch_pdl": True} if is_early else {"PDL": False}
 
 
 @lru_cache

@@ -94,14 +94,14 @@ class Churn:
             replaced = http.post("/adapters/x/commit", json={"base_model": "tiny"})
             assert (replaced.status_code, replaced.json()["version"]) == (201, 2 * number + 2)
             assert_is(logprobs_of(http, "x", NUM_CHECKED), new)
-            assert_same(running.result(60), alone)  # a stream of v1 is v1 to its end
+            assert_same(running.result(300), alone)  # a stream of v1 is v1 to its end
             whole = logprobs_of(http, "x")
             running = self._started(pool, "x")
             began = time.monotonic()
             assert http.delete("/adapters/x").status_code == 200
             self.deletes_s.append(time.monotonic() - began)
             assert http.post("/completions", json=body("x")).status_code == 404
-            assert_same(running.result(60), whole)  # a deletion lets what runs finish
+            assert_same(running.result(300), whole)  # a deletion lets what runs finish
 
     def _started(self, pool: ThreadPoolExecutor, model: str):
         """A stream of which the first chunk has come: a future of all its log-probabilities."""
@@ -137,7 +137,7 @@ class Churn:
             finally:
                 over.set()
             for stream in streams:
-                stream.result(60)
+                stream.result(300)
 
 
 def churn(served: Served, folder: Path, tenant: str, rounds: int) -> tuple[Churn, list[int]]:

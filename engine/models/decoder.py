@@ -17,6 +17,7 @@ from engine.models.mlp import GatedMlp
 from engine.models.moe import MoeMlp, expert_uses, moe_mlp
 from kernels.linear import LinearWeight, linear
 from kernels.qk_rope_kv import HeadNorms
+from kernels.quantised_linear import QuantisedWeight
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope_table
 from kernels.timing import timed
@@ -133,6 +134,12 @@ class Decoder:
         self._num_head_calls = 0
         self.num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name != "model.embed_tokens.weight")
         self.num_bytes += self.embedding.nbytes if config.tie_word_embeddings else 0
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it has weights of 8 bits."""
+        linears = [linear for layer in self.layers for linear in layer.linears() if isinstance(linear, Linear)]
+        return any(isinstance(linear.weight, QuantisedWeight) for linear in linears)
 
     @property
     def num_linear_calls(self) -> int:

@@ -72,7 +72,7 @@ class PrefixGroup:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which tokens see what. Made by ``plan_attention`` or ``decode_plan``.
+    """Which tokens see what. Made by ``plan_attention`` or ``captured_plan``.
 
     block_tables [N, most blocks] of an int type (what lies past a sequence's blocks is not read), query_starts N + 1
     ints, context_lens N ints: tokens of each sequence in the cache, its queries among them. ``given``: the pieces for

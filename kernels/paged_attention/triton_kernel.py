@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.paged_attention.plan import AttentionPlan
 from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import pdl, power_of_2, tiles
 
 
 @triton.jit
@@ -377,7 +377,6 @@ def _launch_merge(work: AttentionWork, plan: AttentionPlan, out: Tensor, partial
         COLUMNS=COLUMNS,
         BLOCK_D=max(16, power_of_2(head_dim)),
         CHUNKS=row["chunks"],
-        PDL=bool(row["pdl"]),
         num_warps=row["num_warps"],
-        **({"launch_pdl": True} if row["pdl"] else {}),
+        **pdl(row["pdl"]),
     )

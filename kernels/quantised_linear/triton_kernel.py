@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear.reference import BLOCK
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import pdl, power_of_2, tiles
 
 
 @triton.jit
@@ -43,10 +43,12 @@ def _multiply(
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    WAITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """PART: columns of the weight of one program, whole blocks; no part begins past the last column. SCALED: rows and
-    columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32."""
+    columns that share a scale; 0: a scale a row. IS_SPLIT: out is partials [parts, num_rows, SIZE_OUT] fp32. WAITS: no
+    product goes on into the next step (see ``_launch``)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # same weights: one after the other
@@ -72,6 +74,8 @@ def _multiply(
             b_sum += tl.dot(b_wide, tl.trans(b_x), input_precision="ieee") * b_scale[:, None]
         else:
             b_sum = tl.dot(b_wide, tl.trans(b_x), b_sum, input_precision="ieee")
+            if WAITS:
+                b_sum = tl.where(num_rows > 0, b_sum, 0.0)  # always: a use, for which the product is waited for
     if not IS_SPLIT:
         b_sum = _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED, HAS_BIAS)
     p_own = p_out + ((i_part * num_rows + i_rows) * SIZE_OUT)[None, :] + o_out[:, None]
@@ -123,7 +127,6 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
     partials = torch.empty((num_parts, num_rows, size_out), dtype=torch.float32, device=x.device)
     _launch(x, weight, row, (part, block_k), partials)
     block_n = min(1024, power_of_2(size_out))
-    pdl = {"launch_pdl": True} if row["pdl"] else {}
     _add_parts[(triton.cdiv(size_out, block_n), num_rows)](
         partials,
         weight.scales,
@@ -135,9 +138,8 @@ def quantised_linear(x: Tensor, weight: QuantisedWeight) -> Tensor:
         BLOCK_N=block_n,
         SCALED=BLOCK if weight.is_blocked else 0,
         HAS_BIAS=weight.bias is not None,
-        PDL=bool(row["pdl"]),
         num_warps=4,
-        **pdl,
+        **pdl(row["pdl"]),
     )
     return out
 
@@ -151,7 +153,12 @@ def _part(row: dict[str, int], num_rows: int, sizes: tuple[int, int], block_k: i
 
 
 def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tuple[int, int], out: Tensor) -> None:
-    """``steps``: columns of a part and of a block; several parts are told apart in ``out``."""
+    """``steps``: columns of a part and of a block; several parts are told apart in ``out``.
+
+    Where a tile's product is a wgmma, whose widened weights are in registers, a step waits for its own: Triton would
+    let it go on, and ptxas writes the next step's weights into registers that it still reads (triton-lang/triton, issue
+    9433; a tile of 256 rows got wrong sums so). A block's scale, behind each product, is such a wait too.
+    """
     part, block_k = steps
     num_rows, (size_out, size_in) = x.shape[0], weight.data.shape
     num_parts = triton.cdiv(size_in, part)
@@ -173,6 +180,7 @@ def _launch(x: Tensor, weight: QuantisedWeight, row: dict[str, int], steps: tupl
         SCALED=BLOCK if weight.is_blocked else 0,
         HAS_BIAS=weight.bias is not None,
         IS_SPLIT=num_parts > 1,
+        WAITS=row["num_warps"] >= 4 and row["block_n"] >= 64,
         PDL=num_parts > 1 and bool(row["pdl"]),
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],

@@ -9,7 +9,6 @@ shrunk row is split into two numbers of the weights' dtype, so that the tensor c
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -19,10 +18,8 @@ from torch import Tensor
 from kernels.sgmv import triton_vector
 from kernels.sgmv.low import LoraSlice, PartialLow
 from kernels.sgmv.plan import SgmvPlan
-from kernels.sgmv.triton_vector import tile_of_b
-from kernels.tiles import early, power_of_2, tiles
-
-_COLUMNS = 8  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
+from kernels.sgmv.triton_tables import a_of, columns_of, rank_of, rows_at, segment_at, slice_at, slice_table, tile_of_b
+from kernels.tiles import early, pdl, power_of_2, tiles
 
 
 @triton.jit
@@ -39,7 +36,6 @@ def _shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
@@ -53,20 +49,13 @@ def _shrink(
     i_slice = tl.program_id(0).to(tl.int64)  # the slices of a segment run together, since they read the same rows
     i_segment = tl.program_id(1).to(tl.int64)
     i_split = tl.program_id(2).to(tl.int64)
-    first_row = tl.load(p_segments + i_segment * 4)
-    num_own = tl.load(p_segments + i_segment * 4 + 1)
-    i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
-    p_slice = p_slices + i_slice * COLUMNS
-    p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
-    lora_rank = tl.load(p_ranks + i_slot)
+    first_row, num_own, i_slot = segment_at(p_segments, i_segment)
+    p_slice = slice_at(p_slices, i_slice)
+    lora_rank = rank_of(p_slice, i_slot)
     if (lora_rank == 0) | (num_own == 0):
         return
-    p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty)), 16)  # bytes
-    num_ranks = tl.load(p_slice + 5)
-
-    o_rows = tl.arange(0, BLOCK_M)
-    m_rows = o_rows < num_own
-    i_rows = tl.load(p_rows + first_row + o_rows, mask=m_rows, other=0).to(tl.int64)
+    p_a, num_ranks = a_of(p_slice, p_x)
+    i_rows, m_rows = rows_at(p_rows, first_row, num_own, BLOCK_M)
     o_ranks = tl.arange(0, BLOCK_R)
     m_ranks = o_ranks < lora_rank
     o_a = (i_slot * num_ranks + o_ranks) * SIZE_IN
@@ -81,7 +70,7 @@ def _shrink(
         )
         b_a = tl.load(p_a + o_a[:, None] + o_in[None, :], mask=m_ranks[:, None] & m_in[None, :], other=0.0)
         b_low = tl.dot(b_x, tl.trans(b_a), b_low, input_precision=PRECISION)
-    i_out = (i_slice * SPLIT + i_split) * num_rows + first_row + o_rows
+    i_out = (i_slice * SPLIT + i_split) * num_rows + first_row + tl.arange(0, BLOCK_M)
     m_low = m_rows[:, None] & (o_ranks < tl.cdiv(lora_rank, 8) * 8)[None, :]
     tl.store(p_partials + i_out[:, None] * BLOCK_R + o_ranks[None, :], b_low, mask=m_low)
 
@@ -112,7 +101,6 @@ def _expand(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -120,23 +108,15 @@ def _expand(
     i_column = tl.program_id(0).to(tl.int64) * BLOCK_N
     i_segment = tl.program_id(1).to(tl.int64)
     i_slice = tl.program_id(2).to(tl.int64)
-    p_slice = p_slices + i_slice * COLUMNS
-    start = tl.load(p_slice + 3)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
-    first_row = tl.load(p_segments + i_segment * 4)
-    num_own = tl.load(p_segments + i_segment * 4 + 1)
-    i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
-    p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
-    lora_rank = tl.load(p_ranks + i_slot)
-    if (lora_rank == 0) | (num_own == 0) | (i_column >= tl.load(p_slice + 4)):
+    p_slice = slice_at(p_slices, i_slice)
+    first_row, num_own, i_slot = segment_at(p_segments, i_segment)
+    lora_rank = rank_of(p_slice, i_slot)
+    start, num_columns = columns_of(p_slice, ALIGNED)
+    if (lora_rank == 0) | (num_own == 0) | (i_column >= num_columns):
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-
-    o_rows = tl.arange(0, BLOCK_M)
-    m_rows = o_rows < num_own
-    i_rows = tl.load(p_rows + first_row + o_rows, mask=m_rows, other=0).to(tl.int64)
+    i_rows, m_rows = rows_at(p_rows, first_row, num_own, BLOCK_M)
     o_out = i_column + tl.arange(0, BLOCK_N)
     _, b_b, size_out = tile_of_b(p_slice, p_y, i_slot, lora_rank, o_out, BLOCK_R, ALIGNED)
     if PDL:
@@ -144,7 +124,7 @@ def _expand(
     p_own = p_y + (i_rows * stride_y)[:, None] + (start + o_out)[None, :]
     m_own = m_rows[:, None] & (o_out < size_out)[None, :]
     b_y = tl.load(p_own, mask=m_own, other=0.0).to(tl.float32)
-    i_low = ((i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row)[:, None] + o_rows[None, :]
+    i_low = ((i_slice * SPLIT + tl.arange(0, SPLIT)) * num_rows + first_row)[:, None] + tl.arange(0, BLOCK_M)[None, :]
     m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]
     b_y = add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R, PRECISION)
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_own)
@@ -161,7 +141,7 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> PartialLow
     lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
     if not lora_rank:
         return None
-    table = _slice_table(tuple(map(_slice_row, slices)), x.device)
+    table = slice_table(slices, x.device)
     if plan.is_sparse(tiles("sgmv_form", x.device, tokens=plan.num_rows)["rows_of_slot"]):
         return triton_vector.shrink(x, slices, plan.segments(1), table, lora_rank)
     return _shrink_segments(x, slices, plan, table, lora_rank)
@@ -197,7 +177,6 @@ def _shrink_segments(
         BLOCK_M=row["block_m"],
         BLOCK_K=row["block_k"] * 2 // x.element_size(),  # the tables count bf16
         BLOCK_R=block_r,
-        COLUMNS=_COLUMNS,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         TRIGGERS=bool(_expand_row(x, num_rows, lora_rank)["pdl"]),
         num_warps=row["num_warps"],
@@ -223,31 +202,13 @@ def _expand_segments(y: Tensor, low: PartialLow) -> None:
         BLOCK_M=low.segment_rows,
         BLOCK_N=row["block_n"],
         BLOCK_R=block_r,
-        COLUMNS=_COLUMNS,
         ALIGNED=low.is_aligned,
         PRECISION="tf32x3" if y.dtype == torch.float32 else "tf32",
-        PDL=bool(row["pdl"]),
         num_warps=row["num_warps"],
         num_stages=1,
-        **({"launch_pdl": True} if row["pdl"] else {}),
+        **pdl(row["pdl"]),
     )
 
 
 def _expand_row(like: Tensor, num_rows: int, lora_rank: int) -> dict[str, int]:
     return tiles("sgmv_expand", like.device, tokens=num_rows, rank=lora_rank)
-
-
-def _slice_row(part: LoraSlice) -> tuple[int, ...]:
-    ranks = _rank_table(part.lora_ranks, part.a.device) if part.rank_table is None else part.rank_table
-    return (part.a.data_ptr(), part.b.data_ptr(), ranks.data_ptr(), part.start, part.b.shape[2], part.a.shape[1])
-
-
-@lru_cache(maxsize=4096)
-def _rank_table(lora_ranks: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(lora_ranks, dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=4096)
-def _slice_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """[slices, COLUMNS] int64. All that it holds is its key, so it is never stale."""
-    return torch.tensor([(*row, *(0,) * (_COLUMNS - len(row))) for row in rows], dtype=torch.int64, device=device)

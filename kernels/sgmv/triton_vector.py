@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kernels.sgmv.low import LoraSlice, PartialLow
 from kernels.sgmv.plan import Segments
-from kernels.tiles import early, power_of_2, tiles
+from kernels.sgmv.triton_tables import a_of, columns_of, rank_of, segment_at, slice_at, tile_of_b
+from kernels.tiles import early, pdl, power_of_2, tiles
 
 RANKS = 16  # of a tile
 
@@ -38,7 +39,6 @@ def _shrink(
     BLOCK_K: tl.constexpr,
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -50,14 +50,11 @@ def _shrink(
     i_ranks = i_part // SPLIT * RANKS
     i_place = tl.program_id(1).to(tl.int64)
     i_slice = tl.program_id(2).to(tl.int64)
-    p_slice = p_slices + i_slice * COLUMNS
-    num_own = tl.load(p_segments + i_place * 4 + 1)
-    i_slot = tl.load(p_segments + i_place * 4 + 2).to(tl.int64)
+    p_slice = slice_at(p_slices, i_slice)
+    _, num_own, i_slot = segment_at(p_segments, i_place)
     i_row = tl.load(p_rows + i_place).to(tl.int64)
-    p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_x.dtype.element_ty)), 16)  # bytes
-    p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
-    num_ranks = tl.load(p_slice + 5)
-    lora_rank = tl.load(p_ranks + i_slot)
+    p_a, num_ranks = a_of(p_slice, p_x)
+    lora_rank = rank_of(p_slice, i_slot)
     if (num_own == 0) | (i_ranks >= lora_rank):
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -73,21 +70,6 @@ def _shrink(
     b_low = tl.sum(b_a.to(tl.float32) * b_x.to(tl.float32)[None, :], 1)
     i_out = (i_slice * SPLIT + i_split) * num_rows + i_place
     tl.store(p_partials + i_out * MAX_RANK + o_ranks, b_low)
-
-
-@triton.jit
-def tile_of_b(p_slice, p_like, i_slot, lora_rank, o_out, RANKS: tl.constexpr, ALIGNED: tl.constexpr):
-    """B's first RANKS ranks of a slice's columns ``o_out``: where they stand, they, and the ranks' distance. B has the
-    dtype of ``p_like``; what is past the slot's rank or the slice's columns is zero. ALIGNED: see PartialLow."""
-    p_b = tl.multiple_of(tl.load(p_slice + 1).to(tl.pointer_type(p_like.dtype.element_ty)), 16)  # bytes
-    size_out = tl.load(p_slice + 4)
-    num_ranks = tl.load(p_slice + 5)
-    if ALIGNED:
-        size_out = tl.multiple_of(size_out, 16)
-    o_ranks = tl.arange(0, RANKS)
-    p_tile = p_b + ((i_slot * num_ranks + o_ranks) * size_out)[:, None] + o_out[None, :]
-    m_tile = (o_ranks < lora_rank)[:, None] & (o_out < size_out)[None, :]
-    return p_tile, tl.load(p_tile, mask=m_tile, other=0.0), size_out
 
 
 @triton.jit
@@ -121,23 +103,18 @@ def _expand(
     BLOCK_N: tl.constexpr,
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i_column = tl.program_id(0).to(tl.int64) * BLOCK_N
     i_place = tl.program_id(1).to(tl.int64)
     i_slice = tl.program_id(2).to(tl.int64)
-    p_slice = p_slices + i_slice * COLUMNS
-    num_own = tl.load(p_segments + i_place * 4 + 1)
-    i_slot = tl.load(p_segments + i_place * 4 + 2).to(tl.int64)
+    p_slice = slice_at(p_slices, i_slice)
+    _, num_own, i_slot = segment_at(p_segments, i_place)
     i_row = tl.load(p_rows + i_place).to(tl.int64)
-    p_ranks = tl.load(p_slice + 2).to(tl.pointer_type(tl.int32))
-    start = tl.load(p_slice + 3)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
-    lora_rank = tl.load(p_ranks + i_slot)
-    if (num_own == 0) | (lora_rank == 0) | (i_column >= tl.load(p_slice + 4)):
+    lora_rank = rank_of(p_slice, i_slot)
+    start, num_columns = columns_of(p_slice, ALIGNED)
+    if (num_own == 0) | (lora_rank == 0) | (i_column >= num_columns):
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
@@ -177,7 +154,6 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Te
         BLOCK_K=block_k,
         RANKS=RANKS,
         MAX_RANK=max_rank,
-        COLUMNS=table.shape[1],
         TRIGGERS=bool(row["pdl"]),
         num_warps=row["shrink_warps"],
         **early("shrink", x.device),
@@ -204,10 +180,7 @@ def expand(y: Tensor, low: PartialLow) -> None:
         BLOCK_N=block_n,
         RANKS=RANKS,
         MAX_RANK=max_rank,
-        COLUMNS=low.table.shape[1],
         ALIGNED=low.is_aligned,
-        PDL=bool(row["pdl"]),
         num_warps=row["expand_warps"],
-        **({"launch_pdl": True} if row["pdl"] else {}),
-        **({"maxnreg": row["expand_registers"]} if "expand_registers" in row else {}),
+        **pdl(row["pdl"]),
     )

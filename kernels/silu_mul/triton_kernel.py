@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tiles import is_early, power_of_2, tiles
+from kernels.tiles import early, is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -44,7 +44,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     row = tiles("silu_mul", gate_up.device, tokens=num_rows)
     block = min(row["block"], power_of_2(size))
-    pdl = is_early("silu_mul", gate_up.device)
     if num_rows:
         _silu_mul[(num_rows, triton.cdiv(size, block))](
             gate_up,
@@ -53,8 +52,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
             SIZE=size,
             BLOCK=block,
             TRIGGERS=is_early("shrink", gate_up.device),
-            PDL=pdl,
             num_warps=row["num_warps"],
-            **({"launch_pdl": True} if pdl else {}),
+            **early("silu_mul", gate_up.device),
         )
     return out

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from kernels.sgmv import PartialLow
 from kernels.sgmv.triton_kernel import add_product
-from kernels.sgmv.triton_vector import RANKS, add_ranks, tile_of_b
+from kernels.sgmv.triton_tables import rank_of, rows_at, segment_at, slice_at, tile_of_b
+from kernels.sgmv.triton_vector import RANKS, add_ranks
 from kernels.silu_mul.triton_kernel import silu_times
 from kernels.tiles import early, is_early, power_of_2, tiles
 
 
 @triton.jit
-def _rank_of(p_slices, i_slot, SLICE: tl.constexpr, COLUMNS: tl.constexpr):
+def _rank_of(p_slices, i_slot, SLICE: tl.constexpr):
     """Of a slot in a slice; 0 for a slice or a slot of -1."""
     lora_rank = 0
     if SLICE >= 0:
-        p_ranks = tl.load(p_slices + SLICE * COLUMNS + 2).to(tl.pointer_type(tl.int32))
-        lora_rank = tl.where(i_slot < 0, 0, tl.load(p_ranks + tl.maximum(i_slot, 0)))
+        lora_rank = tl.where(i_slot < 0, 0, rank_of(slice_at(p_slices, SLICE), tl.maximum(i_slot, 0)))
     return lora_rank
 
 
@@ -45,7 +45,6 @@ def _by_rows(
     BLOCK_N: tl.constexpr,
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
@@ -55,21 +54,21 @@ def _by_rows(
         tl.extra.cuda.gdc_launch_dependents()
     o_size = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_place = tl.program_id(1).to(tl.int64)
-    if tl.load(p_segments + i_place * 4 + 1) == 0:
+    _, num_own, i_slot = segment_at(p_segments, i_place)
+    if num_own == 0:
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    i_slot = tl.load(p_segments + i_place * 4 + 2).to(tl.int64)
     i_row = tl.load(p_rows + i_place).to(tl.int64)
     m_size = o_size < SIZE
-    gate_rank = _rank_of(p_slices, i_slot, GATE, COLUMNS)
-    up_rank = _rank_of(p_slices, i_slot, UP, COLUMNS)
+    gate_rank = _rank_of(p_slices, i_slot, GATE)
+    up_rank = _rank_of(p_slices, i_slot, UP)
     if GATE >= 0:
         p_gate, b_gate_b, gate_size = tile_of_b(
-            p_slices + GATE * COLUMNS, p_gate_up, i_slot, gate_rank, o_size, RANKS, ALIGNED
+            slice_at(p_slices, GATE), p_gate_up, i_slot, gate_rank, o_size, RANKS, ALIGNED
         )
     if UP >= 0:
-        p_up, b_up_b, up_size = tile_of_b(p_slices + UP * COLUMNS, p_gate_up, i_slot, up_rank, o_size, RANKS, ALIGNED)
+        p_up, b_up_b, up_size = tile_of_b(slice_at(p_slices, UP), p_gate_up, i_slot, up_rank, o_size, RANKS, ALIGNED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     p_row = p_gate_up + i_row * stride_row + o_size
@@ -103,16 +102,15 @@ def _part_of_segment(
     SLICE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What stands at ``p_from`` [rows, columns], and what the adapter adds to it, fp32."""
     b_y = tl.load(p_from, mask=m_rows[:, None] & (o_size < SIZE)[None, :], other=0.0).to(tl.float32)
     if SLICE >= 0:
-        lora_rank = _rank_of(p_slices, i_slot, SLICE, COLUMNS)
+        lora_rank = _rank_of(p_slices, i_slot, SLICE)
         if lora_rank > 0:
-            _, b_b, _ = tile_of_b(p_slices + SLICE * COLUMNS, p_like, i_slot, lora_rank, o_size, BLOCK_R, ALIGNED)
+            _, b_b, _ = tile_of_b(slice_at(p_slices, SLICE), p_like, i_slot, lora_rank, o_size, BLOCK_R, ALIGNED)
             i_low = (SLICE * SPLIT + tl.arange(0, SPLIT)).to(tl.int64)[:, None] * num_rows + i_places[None, :]
             m_low = m_rows[:, None] & (tl.arange(0, BLOCK_R) < tl.cdiv(lora_rank, 8) * 8)[None, :]
             b_y = add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R, PRECISION)
@@ -136,7 +134,6 @@ def _by_segments(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     TRIGGERS: tl.constexpr,
@@ -148,22 +145,19 @@ def _by_segments(
         tl.extra.cuda.gdc_wait()
     o_size = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     i_segment = tl.program_id(1).to(tl.int64)
-    num_own = tl.load(p_segments + i_segment * 4 + 1)
+    first_row, num_own, i_slot = segment_at(p_segments, i_segment)
     if num_own == 0:
         return
-    i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
-    o_rows = tl.arange(0, BLOCK_M)
-    m_rows = o_rows < num_own
-    i_places = tl.load(p_segments + i_segment * 4).to(tl.int64) + o_rows
-    i_rows = tl.load(p_rows + i_places, mask=m_rows, other=0).to(tl.int64)
+    i_rows, m_rows = rows_at(p_rows, first_row, num_own, BLOCK_M)
+    i_places = first_row + tl.arange(0, BLOCK_M)
     p_from = p_gate_up + (i_rows * stride_row)[:, None] + o_size[None, :]
     b_gate = _part_of_segment(
         p_from, p_gate_up, p_partials, p_slices, i_slot, i_places, m_rows, o_size, num_rows,
-        SIZE, GATE, SPLIT, BLOCK_R, COLUMNS, ALIGNED, PRECISION,
+        SIZE, GATE, SPLIT, BLOCK_R, ALIGNED, PRECISION,
     )  # fmt: skip
     b_up = _part_of_segment(
         p_from + SIZE, p_gate_up, p_partials, p_slices, i_slot, i_places, m_rows, o_size, num_rows,
-        SIZE, UP, SPLIT, BLOCK_R, COLUMNS, ALIGNED, PRECISION,
+        SIZE, UP, SPLIT, BLOCK_R, ALIGNED, PRECISION,
     )  # fmt: skip
     p_own = p_out + (i_rows * SIZE)[:, None] + o_size[None, :]
     m_own = m_rows[:, None] & (o_size < SIZE)[None, :]
@@ -213,7 +207,6 @@ def _launch_by_rows(gate_up: Tensor, out: Tensor, low: PartialLow) -> None:
         BLOCK_N=block_n,
         RANKS=RANKS,
         MAX_RANK=max_rank,
-        COLUMNS=low.table.shape[1],
         ALIGNED=low.is_aligned,
         num_warps=row["num_warps"],
         TRIGGERS=is_early("shrink", out.device),
@@ -242,7 +235,6 @@ def _launch_by_segments(gate_up: Tensor, out: Tensor, low: PartialLow) -> None:
         BLOCK_M=low.segment_rows,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
-        COLUMNS=low.table.shape[1],
         ALIGNED=low.is_aligned,
         PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=row["num_warps"],

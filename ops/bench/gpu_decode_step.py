@@ -23,8 +23,8 @@ from engine.config import EngineConfig
 from engine.gpu.decode_graphs import Captured, DecodeGraphs, Kind
 from engine.gpu.runner import CudaRunner
 from engine.scheduler import StepPlan
+from ops.bench.gpu.changes import other_rows
 from ops.bench.gpu_engine_checks import Rows
-from ops.bench.gpu_kernels import other_rows
 from ops.bench.random_model import random_config, random_decoder
 
 Setting = dict[str, dict[str, int] | list[dict[str, int]]]  # rows that take the place of the tables'

@@ -27,7 +27,7 @@ from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit
 from ops.bench import gpu_engine_bits
 from ops.bench.agreement import agreement, mean_differences, stacked
-from ops.bench.gpu_kernels import other_rows
+from ops.bench.gpu.changes import other_rows
 from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
 NUM_ROWS = 8

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-Rows = dict[str, dict[str, int] | list[dict[str, int]]]
 SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised", "shapes")
 MOST_PROCESSES = 14
 TIMED_S = {
@@ -110,9 +111,10 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 
 
 def all_checks() -> dict[str, Callable[[], None]]:
-    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora
+    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora, checks_small
 
-    return {**checks.CHECKS, **checks_captured.CHECKS, **checks_lora.CHECKS, **cases_quantised.CHECKS}
+    parts = (checks, checks_captured, checks_lora, cases_quantised, checks_small)
+    return {name: check for part in parts for name, check in part.CHECKS.items()}
 
 
 def run_check(name: str) -> int:
@@ -137,9 +139,9 @@ def warm(section: str, part: str, parts: str, *, match: str, variants_too: bool)
 
     Pool.num_blocks = 40_000  # the memory is shared by all processes
     failed = 0
-    for label, rows, case in jobs_of(section, match, variants_too)[int(part) :: int(parts)]:
+    for label, change, case in jobs_of(section, match, variants_too)[int(part) :: int(parts)]:
         try:
-            with other_rows(rows):
+            with change():
                 case.build().calls[0]()
             torch.cuda.synchronize()
         except Exception as error:
@@ -149,41 +151,29 @@ def warm(section: str, part: str, parts: str, *, match: str, variants_too: bool)
     return int(failed > 0)
 
 
-def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Rows, Any]]:
+Change = Callable[[], AbstractContextManager[None]]
+
+
+def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Change, Any]]:
     from ops.bench.gpu.cases import cases
     from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
     from ops.bench.gpu.cases_lora import lora_step_cases
     from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.cases_shapes import shape_cases
+    from ops.bench.gpu.changes import changed
+    from ops.bench.gpu.trials import trials
     from ops.bench.gpu.variants import variants
 
     kinds = cases, captured_cases, sampling_cases, lora_step_cases, quantised_cases, shape_cases
     found = [case for kind in kinds for case in kind() if re.search(match, case.name)]
     own = {case.name: case for case in found if case.section == section}
-    jobs: list[tuple[str, Rows, Any]] = [("", {}, case) for case in own.values()]
-    if variants_too:
-        jobs += [
-            (label, rows, own[name]) for label, rows, names in variants()[section] for name in names if name in own
-        ]
+    jobs: list[tuple[str, Change, Any]] = [("", nullcontext, case) for case in own.values()]
+    if not variants_too:
+        return jobs
+    tried = [*trials(), *((label, (), rows, names) for label, rows, names in variants()[section])]
+    for label, edits, rows, names in tried:
+        jobs += [(label, partial(changed, edits, rows), own[name]) for name in names if name in own]
     return jobs
-
-
-class other_rows:
-    """These rows in the place of the tables' while it is entered."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = {kernel: row if isinstance(row, list) else [row] for kernel, row in rows.items()}
-
-    def __enter__(self) -> None:
-        from kernels import tiles
-
-        self.original = tiles._table
-        tiles._table = lambda gpu: {**self.original(gpu), **self.rows}
-
-    def __exit__(self, *_: object) -> None:
-        from kernels import tiles
-
-        tiles._table = self.original
 
 
 def time_section(section: str, match: str, *, with_variants: bool) -> list[dict[str, Any]]:
@@ -195,7 +185,7 @@ def time_section(section: str, match: str, *, with_variants: bool) -> list[dict[
     rows: list[dict[str, Any]] = []
     ends = time.monotonic() + TIMED_S[section]
     left_out = 0
-    for label, replaced, case in jobs_of(section, match, with_variants):
+    for label, change, case in jobs_of(section, match, with_variants):
         if time.monotonic() > ends:
             left_out += 1
             continue
@@ -207,7 +197,7 @@ def time_section(section: str, match: str, *, with_variants: bool) -> list[dict[
             "goal_us": case.goal_us,
         }
         try:
-            with other_rows(replaced):
+            with change():
                 built = case.build()
                 row["error"] = built.verify()
                 row["us"] = median_us(built.calls, 25 if not label else 15)

@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from tests import plain
-from tests.served import ROOT, Served, eventually, serving, start
+from tests.served import PATIENCE_S, ROOT, Served, eventually, serving, start
 from tests.tiny import tiny_adapter, write_peft_dir
 from tests.uploads import upload
 
 BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 450, "stream": True}
 OPTIONS = ("--dtype", "float32", "--context", "512", "--block-size", "4", "--kv-blocks", "256")
-OPTIONS += ("--adapter-slots", "2", "--demo")
+OPTIONS += ("--adapter-slots", "2", "--demo", "--drain-seconds", "600")
 
 
 @dataclass
@@ -84,10 +84,10 @@ def _stop_while_it_streams(served: Served) -> list[str]:
 
     reader = threading.Thread(target=stream)
     reader.start()
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     served.process.send_signal(signal.SIGTERM)
     eventually(lambda: _not_ready(served))
-    reader.join(60)
+    reader.join(300)
     return lines[-2:]
 
 
@@ -149,7 +149,7 @@ def test_the_cli_makes_a_tenant_and_a_key_that_works(lives):
     def cli(*words: str) -> dict:
         command = [sys.executable, "-m", "gateway.cli", *words, "--json"]
         command += ["--home", str(served.home), "--ops-url", served.ops_url]
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert answer.returncode == 0, answer.stderr
         return json.loads(answer.stdout)
 
@@ -188,9 +188,9 @@ def test_no_process_outlives_a_killed_supervisor(reachable: Served):
     assert len(family) >= 3  # valkey, engine, gateway
 
     reachable.process.kill()
-    reachable.process.wait(10)
+    reachable.process.wait(PATIENCE_S)
     reachable.forget()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
 
     for process in alive:
         process.kill()
@@ -207,7 +207,7 @@ def test_no_process_outlives_a_killed_supervisor(reachable: Served):
 )
 def test_what_cannot_start_says_why_in_one_line(tmp_path, command, word):
     home = ["--home", str(tmp_path)] if command[0] == "serve" else []
-    answer = subprocess.run(["./run", *command, *home], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(["./run", *command, *home], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
     assert answer.returncode != 0
     assert word in answer.stderr

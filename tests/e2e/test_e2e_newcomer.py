@@ -30,7 +30,7 @@ def test_the_banners_curl_line_pasted_answers_tokyo(smollm: Served):
         if not line.rstrip().endswith("\\"):
             break
 
-    answer = subprocess.run(["bash", "-c", "\n".join(pasted)], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(["bash", "-c", "\n".join(pasted)], capture_output=True, text=True, timeout=300)
 
     assert answer.returncode == 0, answer.stderr
     assert "Tokyo" in json.loads(answer.stdout)["choices"][0]["message"]["content"]

@@ -122,7 +122,7 @@ def curl(served: Served, body: dict) -> bytes:
         "curl", "-sS", f"{served.url}/chat/completions", "-H", f"Authorization: Bearer {served.api_key('acme')}",
         "-H", "Content-Type: application/json", "-d", json.dumps(body),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, check=True, timeout=300).stdout
 
 
 def test_the_bytes_of_a_streamed_call_are_openais(smollm: Served):

@@ -90,7 +90,9 @@ def leave(served: Served, key: str, path: str, body: dict, headers: dict, trace_
         connection.sendall(("\r\n".join(lines) + "\r\n\r\n" + text).encode())
         seen = b""
         while seen.count(b"data: ") < 3:
-            seen += connection.recv(65536)
+            piece = connection.recv(65536)
+            assert piece, f"cut off after {seen}"
+            seen += piece
     head = dict(line.split(": ", 1) for line in seen.decode().split("\r\n\r\n")[0].split("\r\n")[1:])
     return Asked("leaves", 499, head["x-request-id"], trace_id)
 
@@ -100,7 +102,7 @@ def scene(observed, tmp_path_factory) -> Scene:
     served, began_ns = observed.served, time.time_ns()
     asked = _traffic(served, tmp_path_factory.mktemp("traces"))
     scene = Scene(served, observed.collector, began_ns, asked, _unsampled(served))
-    eventually(lambda: len(servers(scene)) >= NUM_REQUESTS, timeout_s=30)
+    eventually(lambda: len(servers(scene)) >= NUM_REQUESTS)
     return scene
 
 

@@ -62,7 +62,7 @@ def test_a_bad_adapter_beside_a_good_one_disturbs_neither_it_nor_a_running_strea
         sent = pool.map(send, names) if order == ("together",) else map(send, names)
         answers = dict(zip(names, sent, strict=True))
         running.append(pool.submit(choices))
-        streams = [stream.result(60) for stream in running]
+        streams = [stream.result(300) for stream in running]
     with tiny.http(key) as http:
         listed = {model["id"] for model in http.get("/models").json()["data"]}
         used = http.post("/completions", json=BODY | {"model": "good"})

@@ -5,6 +5,8 @@ import sqlite3
 
 from tests.served import DEFAULT_MODEL, Served, eventually
 
+MANY = 1000  # tokens; nobody stays for all of them
+
 
 def used_blocks(served: Served) -> float:
     return served.metric("tenora_kv_blocks", state="used")
@@ -47,17 +49,19 @@ def idle(served: Served) -> bool:
 
 def test_a_streaming_client_that_leaves_stops_generation_and_pays_for_what_came(smollm: Served):
     key = smollm.new_tenant("leaves-streaming", concurrent_requests=1, tokens_per_minute=100_000)
-    connection = post_raw(smollm, key, "leaver-a", body_of(200, stream=True))
+    connection = post_raw(smollm, key, "leaver-a", body_of(MANY, stream=True))
     seen = b""
     while seen.count(b"data: ") < 10:
-        seen += connection.recv(65536)
+        piece = connection.recv(65536)
+        assert piece, f"cut off after {seen}"
+        seen += piece
     connection.close()
 
     eventually(lambda: idle(smollm))
     ((outcome, prompt_tokens, output_tokens, price),) = eventually(lambda: rows(smollm, "leaver-a"))
 
     assert outcome == 499
-    assert 10 <= output_tokens < 100
+    assert 10 <= output_tokens < MANY
     assert prompt_tokens > 5
     assert price > 0
     with smollm.http(key) as http:  # the one concurrency slot is free again
@@ -66,15 +70,15 @@ def test_a_streaming_client_that_leaves_stops_generation_and_pays_for_what_came(
 
 def test_a_waiting_client_that_leaves_is_seen_too(smollm: Served):
     key = smollm.new_tenant("leaves-waiting")
-    connection = post_raw(smollm, key, "leaver-b", body_of(200, stream=False))
-    eventually(lambda: used_blocks(smollm) > 0, 20)
+    connection = post_raw(smollm, key, "leaver-b", body_of(MANY, stream=False))
+    eventually(lambda: used_blocks(smollm) > 0)
     connection.close()
 
     eventually(lambda: idle(smollm))
     ((outcome, _, output_tokens, price),) = eventually(lambda: rows(smollm, "leaver-b"))
 
     assert outcome == 499
-    assert output_tokens < 190
+    assert output_tokens < MANY
     assert (price > 0) == (output_tokens > 0)
 
 
@@ -82,15 +86,15 @@ def test_a_client_that_leaves_the_queue_is_charged_nothing(smollm: Served):
     crowd_key, key = smollm.new_tenant("crowd"), smollm.new_tenant("leaves-queue")
     long_prompt = "[" + ", ".join(["700"] * 3000) + "]"
     crowd = [post_raw(smollm, crowd_key, f"crowd-{i}", body_of(2, False, long_prompt)) for i in range(3)]
-    eventually(lambda: smollm.metric("vllm:num_requests_running") > 0, 20)
-    connection = post_raw(smollm, key, "leaver-c", body_of(200, stream=False))
+    eventually(lambda: smollm.metric("vllm:num_requests_running") > 0)
+    connection = post_raw(smollm, key, "leaver-c", body_of(MANY, stream=False))
     inside = "vllm:num_requests_running", "vllm:num_requests_waiting"
-    eventually(lambda: sum(map(smollm.metric, inside)) == len(crowd) + 1, 20)
+    eventually(lambda: sum(map(smollm.metric, inside)) == len(crowd) + 1)
     connection.close()
 
-    ((outcome, _, output_tokens, price),) = eventually(lambda: rows(smollm, "leaver-c"), 30)
+    ((outcome, _, output_tokens, price),) = eventually(lambda: rows(smollm, "leaver-c"))
 
     assert (outcome, output_tokens, price) == (499, 0, 0)
     for waiting in crowd:
         waiting.close()
-    eventually(lambda: idle(smollm), timeout_s=20)
+    eventually(lambda: idle(smollm))

@@ -55,6 +55,24 @@ def _of_kernel(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
                 yield node, f"an offset of 32 bits: {ast.unparse(node)}"
 
 
+def _wide_results(sources: list[Path]) -> dict[str, set[int]]:
+    """Of each kernel's function that gives several results at once: which of them have 64 bits."""
+    functions = [
+        node
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and _is_kernel(node) and isinstance(node.body[-1], ast.Return)
+    ]
+    return {
+        function.name: {number for number, part in enumerate(function.body[-1].value.elts) if WIDE in ast.unparse(part)}
+        for function in functions
+        if isinstance(function.body[-1].value, ast.Tuple)
+    }
+
+
+WIDE_RESULTS = _wide_results(SOURCES)
+
+
 def _is_wide(node: ast.AST, wide: set[str]) -> bool:
     return WIDE in ast.unparse(node) or any(isinstance(part, ast.Name) and part.id in wide for part in ast.walk(node))
 
@@ -63,6 +81,10 @@ def _wide_names(function: ast.FunctionDef) -> set[str]:
     """Names that hold 64 bits: of a cast, or of what was computed with one."""
     wide: set[str] = set()
     assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+    for node in assigned:
+        if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call):
+            results = WIDE_RESULTS.get(ast.unparse(node.value.func), set())
+            wide.update(ast.unparse(node.targets[0].elts[number]) for number in results)
     for _ in assigned:
         for node in assigned:
             if _is_wide(node.value, wide):
@@ -108,3 +130,9 @@ def test_a_planted_line_is_reported(text, line):
 def test_an_offset_of_64_bits_is_not_reported():
     body = "i_x = tl.load(p_x).to(tl.int64)\n    o_x = (i_x // 2)[:, None] * stride_x"
     assert complaints(f"@triton.jit\ndef _kernel(p_x, stride_x):\n    {body}\n") == []
+
+
+def test_an_offset_of_32_bits_that_a_function_gave_is_reported():
+    body = "i_rows, m_rows = rows_at(p_x, 0, 4, 4)\n    o_x = m_rows * stride_x"
+    found = complaints(f"@triton.jit\ndef _kernel(p_x, stride_x):\n    {body}\n")
+    assert found == ["4: an offset of 32 bits: m_rows * stride_x"]

@@ -16,7 +16,8 @@ import yaml
 from tests import observed
 from tests.load import OPTIONS, load, models
 from tests.observed import PROMTOOL_COMMANDS
-from tests.served import Served, eventually, free_port, serving
+from tests.ports import free_port
+from tests.served import Served, eventually, serving
 from tests.tiny import write_hf_dir
 
 pytestmark = pytest.mark.long

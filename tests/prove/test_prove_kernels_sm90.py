@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ GOLDEN = ROOT / "tests/kernels/golden_sm90.json"
 TRITON = "triton==3.6.0"  # its ptxas decides what we measure; not the version that the project runs with on a CPU
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tenora"
 MAX_SHARED_BYTES = 227 * 1024  # of a block on sm_90
+EIGHT_WARPS = {"num_warps": 8, "num_stages": 4}
 LOOSE = 1.1  # of registers and of narrow loads: more than this over the golden file is a change to look at
 
 
@@ -41,22 +43,23 @@ def triton_folder() -> Path:
     return folder
 
 
-def compiled(triton_folder: Path, tmp_path: Path, *arguments: str) -> dict[str, dict[str, int]]:
+def compiled(triton_folder: Path, tmp_path: Path, *arguments: str, folder: Path = ROOT) -> dict[str, dict[str, int]]:
+    """``folder``: where ``kernels`` is looked for first."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{triton_folder}{os.pathsep}{ROOT}",
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
         "TRITON_INTERPRET": "0",
     }
     command = [sys.executable, "-m", "tests.kernels.compiled.gate", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout)
 
 
 def problems(launch: str, now: dict[str, int], before: dict[str, int]) -> list[str]:
     """What is wrong with a launch, against the golden file."""
-    forbidden = ("atomics",) if "fp32" in launch else ("atomics", "stack", "spills")  # fp32 is for comparisons
+    forbidden = ("atomics", "overwritten", *(() if "fp32" in launch else ("stack", "spills")))  # fp32: for comparisons
     found = [f"{launch}: {name} {now[name]}" for name in forbidden if now[name]]
     if now["shared_bytes"] > MAX_SHARED_BYTES:
         found.append(f"{launch}: {now['shared_bytes']} bytes of shared memory, it cannot start")
@@ -83,6 +86,17 @@ def test_a_planted_configuration_that_spills_is_caught(triton_folder, tmp_path):
     assert any("spills" in problem for launch, now in expand.items() for problem in problems(launch, now, now))
 
 
+def test_a_planted_product_that_goes_on_while_its_operand_is_written_to_is_caught(triton_folder, tmp_path):
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    kernel = tmp_path / "kernels/quantised_linear/triton_kernel.py"
+    source = kernel.read_text()
+    assert source.count("if WAITS:") == 1
+    kernel.write_text(source.replace("if WAITS:", "if False:"))
+    row = json.dumps({"block_m": 256, "block_n": 128, "block_k": 64, "programs": 132, "pdl": 1} | EIGHT_WARPS)
+    found = compiled(triton_folder, tmp_path, "int8 14336→4096 T=256", "quantised_linear", row, folder=tmp_path)
+    assert any("overwritten" in problem for launch, now in found.items() for problem in problems(launch, now, now))
+
+
 def test_a_planted_configuration_without_tensor_cores_is_caught():
     before = {
         "shared_bytes": 4096,
@@ -90,6 +104,7 @@ def test_a_planted_configuration_without_tensor_cores_is_caught():
         "stack": 0,
         "spills": 0,
         "atomics": 0,
+        "overwritten": 0,
         "wgmma": 0,
         "mma": 8,
         "wide_loads": 4,

@@ -86,19 +86,19 @@ def silu_of_adapters_against_float64() -> None:
                 continue
             x, gate_up, slices = lora_case(slots, 576, (size, size), dtype)
             slices = slices[halves]
-            out = _into_silu(x, gate_up, slices, slots)
+            out = into_silu(x, gate_up, slices, slots)
             what = f"silu low {size} {halves} T={num_rows} {name} {dtype}"
-            require(out, _expected(x, gate_up, slices, slots), what)
+            require(out, expected_of_silu(x, gate_up, slices, slots), what)
             base = [row for row in range(num_rows) if slots[row] < 0]
             assert torch.equal(out[base], silu_mul(gate_up)[base]), f"{what}: rows without an adapter changed"
 
 
-def _into_silu(x: Tensor, gate_up: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
+def into_silu(x: Tensor, gate_up: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
     low = shrink(x, slices, plan_sgmv(slots, DEVICE))
     return triton_low.silu_mul(gate_up, low) if isinstance(low, PartialLow) else silu_mul(gate_up)
 
 
-def _expected(x: Tensor, gate_up: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
+def expected_of_silu(x: Tensor, gate_up: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
     total = gate_up.double()
     for part, slot in itertools.product(slices, set(slots) - {-1}):
         rank, columns = part.lora_ranks[slot], slice(part.start, part.start + part.b.shape[2])
@@ -112,11 +112,11 @@ def silu_of_adapters_is_the_same_20_times_and_in_any_order() -> None:
     for num_rows in (16, 64, 300, 1000):
         slots = [POPULARITIES["with base rows"](row) for row in range(num_rows)]
         x, gate_up, slices = lora_case(slots, 4096, (14336, 14336), torch.bfloat16)
-        out = _into_silu(x, gate_up, slices, slots)
-        assert all(torch.equal(_into_silu(x, gate_up, slices, slots), out) for _ in range(20)), "launches differ"
+        out = into_silu(x, gate_up, slices, slots)
+        assert all(torch.equal(into_silu(x, gate_up, slices, slots), out) for _ in range(20)), "launches differ"
         order = torch.randperm(num_rows)
         moved = x[order.to(DEVICE)].clone(), gate_up[order.to(DEVICE)].clone()
-        again = _into_silu(*moved, slices, [slots[row] for row in order.tolist()])
+        again = into_silu(*moved, slices, [slots[row] for row in order.tolist()])
         assert torch.equal(again, out[order.to(DEVICE)]), "bits depend on the order of the rows"
 
 
@@ -153,7 +153,7 @@ def _captured_silu(num_rows: int) -> None:
         gate_up, slots = linear(x, weight), some + [-1] * (num_rows - len(some))
         true = [LoraSlice(part.a, part.b, (*own, 0), part.start) for part in parts]
         graph.replay()
-        require(out, _expected(x, gate_up, true, slots), f"captured silu {num_rows} step {step}")
+        require(out, expected_of_silu(x, gate_up, true, slots), f"captured silu {num_rows} step {step}")
         idle = [row for row in range(num_rows) if slots[row] < 0 or own[slots[row]] == 0]
         assert torch.equal(out[idle], silu_mul(gate_up)[idle]), "rows without an adapter changed"
 

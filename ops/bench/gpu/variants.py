@@ -4,9 +4,8 @@ import json
 
 from kernels.tiles import CONFIGS
 from ops.bench.gpu.cases_shapes import shape_cases
+from ops.bench.gpu.changes import Rows
 from ops.bench.gpu.variants_quantised import quantised_variants
-
-Rows = dict[str, dict[str, int] | list[dict[str, int]]]  # of a kernel: one for all sizes, or a table
 
 
 def _rows(kernel: str, **row: int) -> Rows:
@@ -71,6 +70,22 @@ def _decode() -> list[Variant]:
             "captured 3 stages",
             _rows("attend_split", tile=64, num_warps=4, num_stages=3, captured_registers=224),
             captured,
+        ),
+        *(
+            (
+                f"captured tile {tile} warps {warps} stages {stages}",
+                _rows("attend_split", tile=tile, num_warps=warps, num_stages=stages, captured_registers=224),
+                captured[:1],
+            )
+            for tile, warps, stages in ((32, 2, 5), (32, 4, 5), (64, 8, 3), (128, 8, 2))
+        ),
+        *(
+            (
+                f"captured chunks {chunk}",
+                _rows("split_work", min_chunk=chunk, max_chunk=chunk, target_items=1),
+                captured[:1],
+            )
+            for chunk in (64, 128)
         ),
     ]
 
@@ -149,10 +164,10 @@ def _lora_step() -> list[Variant]:
         for name in ("q,k,v", "o", "gate,up", "down")
     )
     rows = tuple(f"expand, silu T=32 L={count} fused" for count in (8, 32))
-    early = _rows("pdl", norm=1, rope=1, silu_mul=1, attend=1, shrink=1)
+    early = _rows("pdl", silu_mul=1, shrink=1)
     found += [
         ("all early", early, decodes),
-        ("none early", _rows("pdl", norm=0, rope=0, silu_mul=0, attend=0, shrink=0), decodes),
+        ("none early", _rows("pdl", silu_mul=0, shrink=0), decodes),
     ]
     for k, shrink_warps, n, expand_warps in ((512, 4, 512, 2), (256, 2, 256, 1), (1024, 4, 256, 1), (256, 2, 128, 1)):
         found.append((*_vector(k, shrink_warps, n, expand_warps), decodes))

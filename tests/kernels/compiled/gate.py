@@ -41,6 +41,7 @@ from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.silu_mul import triton_low as silu_low_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
+from tests.kernels.compiled.operands import overwritten
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 POINTERS = {
@@ -90,7 +91,8 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads."""
+    """Registers, stack, spilling instructions, shared memory, matrix instructions, wide and narrow global loads, and
+    writes to registers of products under way."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -112,6 +114,7 @@ def resources(compiled: Any) -> dict[str, int]:
         "wide_loads": count(r"\b(?:LDG|LDGSTS)\.E[.\w]*\.128"),
         "narrow_loads": count(r"\bLDG\.E(?!\S*128)"),
         "atomics": count(r"\b(?:ATOM|ATOMG|RED)\."),
+        "overwritten": len(overwritten(code)),
     }
 
 

@@ -16,8 +16,8 @@ BLOCKED = pytest.mark.parametrize("is_blocked", [False, True], ids=["channels", 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    """So that small products have parts."""
-    row = {"block_m": 32, "block_n": 32, "block_k": 32, "programs": 64, "pdl": 0}
+    """So that small products have parts, and steps that wait for their products."""
+    row = {"block_m": 32, "block_n": 64, "block_k": 32, "programs": 64, "pdl": 0}
     table = {**tiles._table("default"), "quantised_linear": [{**row, "num_warps": 4, "num_stages": 2}]}
     monkeypatch.setattr(tiles, "_table", lambda _: table)
 
@@ -48,6 +48,17 @@ def test_it_equals_the_product_with_the_weight_multiplied_out(num_rows, size_out
     check(quantised_kernel, num_rows, weight, dtype)
 
 
+@KINDS
+def test_steps_that_need_not_wait_for_their_products_give_the_same_bits(kind, monkeypatch):
+    weight, x = weight_of(40, 300, kind, is_blocked=False, bias=False), draw(3, 300, dtype=BF16)
+    expected = quantised_kernel.quantised_linear(x, weight)
+    table = tiles._table("default")
+    row = {**table["quantised_linear"][0], "block_n": 32}
+    monkeypatch.setattr(tiles, "_table", lambda _: {**table, "quantised_linear": [row]})
+
+    assert torch.equal(quantised_kernel.quantised_linear(x, weight), expected)
+
+
 FAULTS = {
     "a channel's scale of its neighbour": ("p_scales + o_out, mask", "p_scales + o_out // 2, mask"),
     "a block's scale of its neighbour": ("+ first // SCALED", "+ first // SCALED // 2"),
@@ -58,6 +69,7 @@ FAULTS = {
     "a row left out": ("m_rows = i_rows < num_rows", "m_rows = i_rows < num_rows - 1"),
     "a part left out": ("tl.static_range(NUM_PARTS)", "tl.static_range(NUM_PARTS - 1)"),
     "a part of other rows": ("(i_part * num_rows + i_row)", "(i_part * num_rows)"),
+    "a sum let go while it is waited for": ("tl.where(num_rows > 0, b_sum", "tl.where(num_rows > 3, b_sum"),
     "no bias": ("b_sum += tl.load(p_bias", "b_sum += 0.0 * tl.load(p_bias"),
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import tiles
-from kernels.sgmv import LoraSlice, plan_sgmv, triton_vector
+from kernels.sgmv import LoraSlice, plan_sgmv, triton_tables, triton_vector
 from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.testing import NAN
 from tests.kernels.interpreted.checks import add_lora, check_sgmv, draw, lora_slices, planted
@@ -119,7 +119,7 @@ FAULTS = {
     ),
     "a missing mask of the rows": (
         "m_own = m_rows[:, None] & (o_out < size_out)[None, :]",
-        "m_own = (o_rows < num_own + 1)[:, None] & (o_out < size_out)[None, :]",
+        "m_own = (tl.arange(0, BLOCK_M) < num_own + 1)[:, None] & (o_out < size_out)[None, :]",
     ),
     "an unmasked load of x": (
         "p_x + (i_rows * stride_x)[:, None] + o_in[None, :], mask=m_rows[:, None] & m_in[None, :], other=0.0",
@@ -130,8 +130,9 @@ FAULTS = {
         "o_a = (o_ranks * num_ranks + i_slot) * SIZE_IN",
     ),
     "the slot of the segment before": (
-        "i_slot = tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)\n    p_slice =",
-        "i_slot = tl.load(p_segments + tl.maximum(i_segment - 1, 0) * 4 + 2).to(tl.int64)\n    p_slice =",
+        "segment_at(p_segments, i_segment)\n    p_slice =",
+        "segment_at(p_segments, i_segment)\n"
+        "    _, _, i_slot = segment_at(p_segments, tl.maximum(i_segment - 1, 0))\n    p_slice =",
     ),
 }
 
@@ -161,8 +162,8 @@ def test_a_planted_fault_is_caught(fault, is_vector, tmp_path):
 VECTOR_FAULTS = {
     "a tile of ranks left out": ("i_ranks = i_part // SPLIT * RANKS", "i_ranks = i_part // SPLIT * 0"),
     "a missing mask of the first ranks": (
-        "m_tile = (o_ranks < lora_rank)[:, None] & (o_out < size_out)[None, :]",
-        "m_tile = (o_ranks < RANKS)[:, None] & (o_out < size_out)[None, :]",
+        "tile_of_b(p_slice, p_y, i_slot, lora_rank, o_out,",
+        "tile_of_b(p_slice, p_y, i_slot, RANKS, o_out,",
     ),
     "a missing mask of the last ranks": (
         "(i_ranks + RANKS + o_ranks < lora_rank)[:, None]",
@@ -202,15 +203,16 @@ def test_a_captured_plan_serves_any_mix_of_adapters(slots, room, dtype):
     check_sgmv(sgmv_kernel, slots, slices, dtype, room=room)
 
 
-def test_a_stale_rank_of_a_slot_is_caught(tmp_path):
+def test_a_stale_rank_of_a_slot_is_caught(tmp_path, monkeypatch):
     """Ranks remembered by their number, not by what they are, would outlive the slot's adapter."""
     slices = lora_slices([(16, 8)], 64, [32], FLOAT, used={0})
     faulty = planted(
-        sgmv_kernel,
+        triton_tables,
         ("part.lora_ranks, part.a.device)", "_FIRST.setdefault(0, part.lora_ranks), part.a.device)"),
         tmp_path,
     )
     faulty._FIRST = {}
-    check_sgmv(faulty, [0, 0], slices, FLOAT)
+    monkeypatch.setattr(sgmv_kernel, "slice_table", faulty.slice_table)
+    check_sgmv(sgmv_kernel, [0, 0], slices, FLOAT)
     with pytest.raises(AssertionError):
-        check_sgmv(faulty, [0, 0], [_load_again(slices[0])], FLOAT)
+        check_sgmv(sgmv_kernel, [0, 0], [_load_again(slices[0])], FLOAT)

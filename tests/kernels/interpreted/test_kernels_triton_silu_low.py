@@ -53,12 +53,12 @@ def test_a_captured_plan_computes_all_of_its_rows(slots, room):
 FAULTS = {
     "up's adapter for gate": ("i_low = (GATE * SPLIT + o_splits).to", "i_low = (UP * SPLIT + o_splits).to"),
     "rows without a slot left out": (
-        "if tl.load(p_segments + i_place * 4 + 1) == 0:",
-        "if (tl.load(p_segments + i_place * 4 + 1) == 0) | (tl.load(p_segments + i_place * 4 + 2) < 0):",
+        "    if num_own == 0:\n        if PDL:",
+        "    if (num_own == 0) | (i_slot < 0):\n        if PDL:",
     ),
     "the rank of the slot after": (
-        "tl.load(p_ranks + tl.maximum(i_slot, 0))",
-        "tl.load(p_ranks + tl.maximum(i_slot + 1, 0) % 6)",
+        "rank_of(slice_at(p_slices, SLICE), tl.maximum(i_slot, 0))",
+        "rank_of(slice_at(p_slices, SLICE), tl.maximum(i_slot + 1, 0) % 6)",
     ),
     "gate for up": ("b_up = tl.load(p_row + SIZE, mask", "b_up = tl.load(p_row, mask"),
 }

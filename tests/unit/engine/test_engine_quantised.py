@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
+from engine.memory_account import step_bytes
 from engine.models.config import SCALE, AttentionConfig
 from engine.models.decoder import Decoder
 from engine.weights import UnsupportedModel, load_model
+from kernels.quantised_linear import WIDE_BYTES
 from tests.tiny import tiny_adapter, tiny_config, write_hf_dir
 from tests.tiny_steps import Steps
 
@@ -102,6 +105,15 @@ def test_weights_that_stay_at_8_bits_give_the_logits_of_the_wide_ones_with_and_w
     assert num_kept == 7 * CONFIG.num_layers
     for own, wide in zip(found, expected, strict=True):
         torch.testing.assert_close(own, wide, rtol=0, atol=1e-3)
+
+
+def test_a_step_has_memory_for_multiplied_out_weights_only_where_some_are_of_8_bits(tmp_path: Path):
+    config = EngineConfig(block_size=16, num_blocks=1)
+    models = [load_model(path, torch.float32, keep_quantised=True) for path in write(tmp_path, "int8 by channel")]
+
+    quantised, plain = (step_bytes(Decoder(loaded.config, loaded.weights), config) for loaded in models)
+
+    assert quantised - plain == 2 * WIDE_BYTES
 
 
 def test_what_is_fused_with_a_wide_weight_is_multiplied_out(tmp_path: Path):

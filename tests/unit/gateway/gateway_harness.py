@@ -6,6 +6,7 @@ Real Valkey, real SQLite, the tiny random model. What a test asks of the gateway
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -35,9 +36,10 @@ from tests.stores import ValkeyServer, valkey_server
 from tests.tiny import tiny_config, write_hf_dir
 
 ROOT = Path(__file__).resolve().parents[3]
+PATIENCE_S = 60.0  # for what must come, on however busy a machine; only a test that fails waits for so long
 
 
-def eventually(check: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def eventually(check: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     """The first true result of ``check``; fails when there is none in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -64,12 +66,18 @@ class House:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def engine_pid(self) -> int:
+        assert self.engine.process is not None
+        assert self.engine.process.pid is not None
+        return self.engine.process.pid
+
     def http(self, key: str = "", **options) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return plain.client(base_url=self.url + "/v1", headers=headers, timeout=60, **options)
+        return plain.client(base_url=self.url + "/v1", headers=headers, timeout=PATIENCE_S, **options)
 
     def on_loop(self, coroutine) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
     def new_tenant(self, name: str, flow_class: str = "standard", **limits) -> str:
         """A tenant with these limits, and its key."""
@@ -97,6 +105,17 @@ class House:
     def metric(self, name: str, **labels: str) -> float:
         registry = self.parts.pipeline.telemetry.metrics.registry
         return registry.get_sample_value(name, labels) or 0.0
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing until the block ends."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -133,13 +152,13 @@ def running_house(folder: Path, *engine_options: str, context_tokens: int = 128)
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         try:
-            assert up.wait(60), "the gateway did not start"
+            assert up.wait(PATIENCE_S), "the gateway did not start"
             if failures:
                 raise failures[0]
             yield house
         finally:
             stop.set()
-            thread.join(20)
+            thread.join(PATIENCE_S)
             engine.stop()
             with contextlib.suppress(OSError):
                 os.unlink(engine.socket_path)

@@ -2,10 +2,7 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import json
-import os
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from gateway_harness import House, eventually, rows, running_house
+from gateway_harness import House, eventually, rows, running_house, stopped
 from sqlalchemy.exc import OperationalError
 
 from tenants.idempotency import LEASE_NS, IdempotencyKey, IdempotencyRepository
@@ -26,7 +23,9 @@ BODY = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 1,
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Iterator[House]:
     """Of this file's own: its engine is stopped now and then."""
-    with running_house(tmp_path_factory.mktemp("once"), "--kv-blocks", "512", "--max-running", "8") as running:
+    with running_house(
+        tmp_path_factory.mktemp("once"), "--kv-blocks", "512", "--max-running", "8", context_tokens=2048
+    ) as running:
         yield running
 
 
@@ -36,16 +35,6 @@ def ask(http: httpx.Client, value: str, **change) -> httpx.Response:
 
 def settled(house: House, key: str, num: int) -> list[RequestRecord]:
     return eventually(lambda: len(found := rows(house, key, RequestRecord)) >= num and found)
-
-
-@contextlib.contextmanager
-def stopped_engine(house: House) -> Iterator[None]:
-    assert house.engine.process is not None
-    os.kill(house.engine.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(house.engine.process.pid, signal.SIGCONT)
 
 
 def test_a_repeated_request_gets_the_same_bytes_and_is_billed_once(house: House):
@@ -97,7 +86,7 @@ def test_another_body_or_route_under_a_used_key_is_422(house: House):
 def test_while_the_first_runs_the_second_is_409_and_told_when_to_come_back(house: House):
     key = house.new_tenant("in-flight")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, house.http(key) as http:
-        with stopped_engine(house):
+        with stopped(house.engine_pid):
             first = pool.submit(ask, http, "k")
             eventually(lambda: rows(house, key, IdempotentRequest))
             second, other = ask(http, "k"), ask(http, "k", max_tokens=7)
@@ -176,32 +165,32 @@ def test_a_value_that_is_no_key_is_400(house: House, value: str):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
 
 
-LONG = json.dumps(BODY | {"stream": True, "max_tokens": 110, "n": 8}).encode()
+def streamed(max_tokens: int) -> bytes:
+    return json.dumps(BODY | {"stream": True, "max_tokens": max_tokens}).encode()
 
 
-def leave_after(house: House, key: str, value: str, read_bytes: int) -> None:
-    """Sends a streamed request, closes the connection when so much of the answer is there."""
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nidempotency-key: {value}\r\n"
+def leave_after(house: House, key: str, body: bytes, read_bytes: int) -> None:
+    """Sends a request under the key "k", closes the connection when so much of the answer is there."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nidempotency-key: k\r\n"
     with socket.create_connection(("127.0.0.1", house.port), timeout=30) as connection:
-        connection.sendall(f"{head}content-length: {len(LONG)}\r\n\r\n".encode() + LONG)
-        received = b""
-        while len(received) < read_bytes:
-            received += connection.recv(4096)
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        assert not read_bytes or connection.recv(read_bytes)
         eventually(lambda: rows(house, key, IdempotentRequest))
 
 
 def test_who_leaves_and_pays_gets_the_receipt_and_who_leaves_unserved_may_ask_again(house: House):
     paid, unserved = house.new_tenant("leaves-paid"), house.new_tenant("leaves-unserved")
-    leave_after(house, paid, "k", 1)
-    with stopped_engine(house):
-        leave_after(house, unserved, "k", 0)
+    long, short = streamed(1900), streamed(20)  # the long one's caller has left before its end
+    leave_after(house, paid, long, 1)
+    with stopped(house.engine_pid):
+        leave_after(house, unserved, short, 0)
 
-    def again(key: str) -> httpx.Response:
+    def again(key: str, body: bytes) -> httpx.Response:
         with house.http(key) as http:
-            return http.post("/completions", content=LONG, headers={"idempotency-key": "k"})
+            return http.post("/completions", content=body, headers={"idempotency-key": "k"})
 
-    receipt = eventually(lambda: (found := again(paid)).status_code == 200 and found).json()
-    answer = eventually(lambda: (found := again(unserved)).status_code == 200 and found)
+    receipt = eventually(lambda: (found := again(paid, long)).status_code == 200 and found).json()
+    answer = eventually(lambda: (found := again(unserved, short)).status_code == 200 and found)
 
     assert (receipt["status"], receipt["price"]["billed"]) == (499, True)
     assert answer.text.endswith("data: [DONE]\n\n")
@@ -255,7 +244,7 @@ def test_a_running_requests_lease_is_renewed(house: House, monkeypatch):
 
     monkeypatch.setattr(IdempotencyRepository, "renew", renew)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, house.http(key) as http:
-        with stopped_engine(house):
+        with stopped(house.engine_pid):
             first = pool.submit(ask, http, "k")
             eventually(renewed.is_set)
         assert first.result().status_code == 200

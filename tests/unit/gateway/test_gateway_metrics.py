@@ -61,7 +61,7 @@ def test_a_request_counts_for_its_tenant_with_tokens_time_and_price(house: House
 
     request_id = complete(house, key).headers["x-request-id"]
     complete(house, key, max_tokens=-1)
-    eventually(lambda: house.metric("tenora_tenant_requests_total", tenant=tenant, outcome="200"))
+    eventually(lambda: house.metric("tenora_tenant_price_usd_total", tenant=tenant))
 
     price = house.receipt(key, request_id)["price"]["picousd"]
     assert house.metric("tenora_tenant_tokens_total", tenant=tenant, kind="input") == 2
@@ -110,9 +110,12 @@ def test_latency_and_cost_are_told_apart_by_model_class_and_route(house: House, 
 
     complete(house, key, service_tier="flex")
 
-    eventually(lambda: house.metric("tenora_request_seconds_count", **route) == before[0] + 1)
-    after = [house.metric(f"tenora_{name}", **route) for name in names]
-    assert all(late > early for early, late in zip(before, after, strict=True))
+    def moved() -> bool:
+        after = [house.metric(f"tenora_{name}", **route) for name in names]
+        return all(late > early for early, late in zip(before, after, strict=True))
+
+    eventually(moved)
+    assert house.metric("tenora_request_seconds_count", **route) == before[0] + 1
 
 
 def test_a_negative_increment_ends_no_callers_stream_and_is_counted(house: House, key: str, monkeypatch):

@@ -1,15 +1,14 @@
 """What a stock client can tell from OpenAI's answers: framing, padding, silences, ranking, headers."""
 
+import contextlib
 import json
-import os
-import signal
 import statistics
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
-from gateway_harness import House, eventually, rows
+from gateway_harness import House, eventually, rows, stopped
 
 from tenants.tables import LedgerEntry
 
@@ -70,25 +69,25 @@ def test_the_padding_is_different_each_time(house: House, key: str):
 
 def test_a_long_silence_is_broken_by_comments_that_clients_pass_over(house: House, key: str, monkeypatch):
     monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
-    engine = house.engine.process
-    assert engine is not None
+    engine, body = house.parts.catalog.models["tiny"].engines[0], {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
 
-    def after_a_silence(ask):
-        os.kill(engine.pid, signal.SIGSTOP)
-        resume = threading.Timer(0.4, os.kill, (engine.pid, signal.SIGCONT))
-        resume.start()
-        try:
-            return ask()
-        finally:
-            resume.join()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        client(house, key) as stock,
+        house.http(key) as http,
+        contextlib.ExitStack() as silence,
+    ):
+        silence.enter_context(stopped(house.engine_pid))
+        chunks = pool.submit(lambda: list(stock.completions.create(**body, stream=True)))
+        eventually(lambda: engine.load == 1)
+        raw = ""
+        with http.stream("POST", "/completions", json=body | {"stream": True}) as answer:
+            for piece in answer.iter_text():
+                raw += piece
+                if raw.count(": keep-alive\n\n") >= 2:  # and as many of the other's
+                    silence.close()
 
-    with client(house, key) as stock, house.http(key) as http:
-        chunks = after_a_silence(
-            lambda: list(stock.completions.create(model="tiny", prompt="hi", max_tokens=4, stream=True))
-        )
-        raw = after_a_silence(lambda: complete(http, stream=True).text)
-
-    assert chunks
+    assert chunks.result()
     assert raw.startswith(": keep-alive\n\n: keep-alive\n\n")
     assert raw.endswith("data: [DONE]\n\n")
 

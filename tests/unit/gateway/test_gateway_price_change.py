@@ -1,5 +1,6 @@
 """A price change under load: each request is charged at one version, the one in force when it was admitted."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,20 +27,25 @@ async def triple_prices(house: House, effective_unix_ns: int):
 def test_each_request_around_a_price_change_has_the_price_of_its_admission(tmp_path):
     with running_house(tmp_path, "--kv-blocks", "512", "--max-running", "8") as house:
         key = house.new_tenant("midnight")
-        midnight = (time.time_ns() // SECOND + 2) * SECOND
-        old, new = house.on_loop(triple_prices(house, midnight))
+        is_over = threading.Event()
 
-        def ask_until_it_is_over(_: int) -> int:
-            num_asked = sent_ns = 0
+        def ask_until_it_is_over() -> int:
+            num_asked, is_last = 0, False
             with house.http(key) as http:
-                while sent_ns < midnight + SECOND // 2:  # the last one is sent behind it, however slow the others were
-                    sent_ns = time.time_ns()
+                while not is_last:
+                    is_last = is_over.is_set()  # and is sent behind midnight, however slow the others were
                     assert http.post("/completions", json=BODY).status_code == 200
                     num_asked += 1
             return num_asked
 
         with ThreadPoolExecutor(8) as pool:
-            num_asked = sum(pool.map(ask_until_it_is_over, range(8)))
+            asking = [pool.submit(ask_until_it_is_over) for _ in range(8)]
+            eventually(lambda: len(rows(house, key, RequestRecord)) >= 8)
+            midnight = (time.time_ns() // SECOND + 2) * SECOND
+            old, new = house.on_loop(triple_prices(house, midnight))
+            eventually(lambda: time.time_ns() > midnight)
+            is_over.set()
+            num_asked = sum(each.result() for each in asking)
 
         records = eventually(lambda: found if len(found := rows(house, key, RequestRecord)) == num_asked else None)
         entries = rows(house, key, LedgerEntry)

@@ -18,7 +18,7 @@ CHUNK = 16_384
 
 
 def dial(house: House, port: int = 0) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port or house.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port or house.port), timeout=60)
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def another_port(house: House, bounds: Bounds) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-        serving.result(20)
+        serving.result(60)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +51,25 @@ def until_end(connection: socket.socket) -> bytes:
 
 def next_answer(connection: socket.socket) -> bytes:
     """One whole answer that says how long it is."""
-    answer = b""
-    while b"\r\n\r\n" not in answer:
-        answer += connection.recv(CHUNK)
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = until(connection, b"\r\n\r\n").partition(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
     while len(body) < length:
-        body += connection.recv(CHUNK)
+        body += some(connection)
     return head + b"\r\n\r\n" + body
+
+
+def until(connection: socket.socket, wanted: bytes) -> bytes:
+    """All that comes until that has come."""
+    answer = b""
+    while wanted not in answer:
+        answer += some(connection)
+    return answer
+
+
+def some(connection: socket.socket) -> bytes:
+    data = connection.recv(CHUNK)
+    assert data, "the connection was closed"
+    return data
 
 
 def post(key: str, **body) -> bytes:
@@ -117,9 +128,7 @@ def test_a_caller_who_leaves_is_seen_by_the_request_that_runs_although_another_w
     key = house.new_tenant("pipelining", concurrent_requests=4)
     with dial(house) as connection:
         connection.sendall(post(key, max_tokens=120, n=8, stream=True) + post(key, max_tokens=1))
-        head = b""
-        while b"data: " not in head:
-            head += connection.recv(CHUNK)
+        head = until(connection, b"data: ")
     request_id = next(line for line in head.decode().split("\r\n") if line.startswith("x-request-id")).split(": ")[1]
 
     receipt = house.receipt(key, request_id)
@@ -171,8 +180,8 @@ def test_a_connection_on_which_nothing_was_said_is_closed_without_a_word(house: 
         assert until_end(connection) == b""
 
 
-def test_a_connection_between_requests_is_kept_for_a_while_and_closed(house: House, key: str, hasty: int):
-    with dial(house, hasty) as connection:
+def test_a_connection_between_requests_is_kept_for_a_while_and_closed(house: House, key: str):
+    with another_port(house, Bounds(idle_s=2)) as port, dial(house, port) as connection:
         for _ in range(2):
             connection.sendall(post(key, max_tokens=1))
             assert next_answer(connection).startswith(b"HTTP/1.1 200 ")

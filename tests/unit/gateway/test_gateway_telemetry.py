@@ -88,14 +88,13 @@ def test_a_slow_collector_loses_only_spans_that_are_counted(house: House, key: s
         with house.http(key) as http:
             for _ in range(20):
                 assert http.post("/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1}).is_success
-        lost = eventually(lambda: len(dropped) >= 10 and sum(dropped))
+        eventually(lambda: len(dropped) >= 10)
         collector.open.set()
     finally:
         sink.close()
         telemetry.spans = None
 
-    assert lost == sum(dropped)
-    assert len(collector.spans) + lost == 20 * 6
+    assert len(collector.spans) + sum(dropped) == 20 * 6
 
 
 def a_trace(children: int = 5) -> Trace:

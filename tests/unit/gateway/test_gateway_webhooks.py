@@ -107,7 +107,7 @@ def test_a_receiver_that_fails_is_seen_failing_and_is_tried_again_later(house: H
         assert (delivery["state"], delivery["attempts"], delivery["last_status"]) == ("pending", 1, 500)
         assert delivery["next_attempt_at"] is not None
         assert http.get(f"/webhooks/{hook['id']}").json()["failing_since"] is not None
-        assert house.metric("tenora_webhook_deliveries_total", result="retried") >= 1
+        eventually(lambda: house.metric("tenora_webhook_deliveries_total", result="retried") >= 1)
         assert eventually(lambda: house.metric("tenora_webhook_pending")) >= 1
         http.delete(f"/webhooks/{hook['id']}")
 

@@ -1,11 +1,11 @@
 """The ops API over SQLite and Valkey, spoken to over HTTP: scopes, tenants, limits, keys, ledger, health."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from ops_client import client_of, error_of, eventually
 
 from tenants import keys
 from tenants.key_repository import OperatorRepository
@@ -24,23 +24,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpsServer]:
 def ops(server: OpsServer) -> Iterator[httpx.Client]:
     with client_of(server, server.credentials.operator_key) as client:
         yield client
-
-
-def client_of(server: OpsServer, key: str) -> httpx.Client:
-    return plain.client(base_url=f"{server.url}/admin/v1", headers={"authorization": f"Bearer {key}"})
-
-
-def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
-    body = answer.json()["error"]
-    assert set(body) >= {"message", "type", "param", "code"}
-    return answer.status_code, body["code"], body["param"]
-
-
-def eventually(check) -> None:
-    deadline = time.monotonic() + 5
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def make_operator(server: OpsServer, *scopes: str) -> str:

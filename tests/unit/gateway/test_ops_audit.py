@@ -21,6 +21,7 @@ from gateway.cli import main
 from gateway.serve.ops_app import build_ops_app
 from tests import plain
 from tests.invoicing import charge_on
+from tests.months import stay_within_a_month
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 
@@ -103,6 +104,7 @@ def routes_without_event(server: OpsServer, app, ops: httpx.Client) -> list[tupl
 
     def invoice() -> str:
         owner = tenant()
+        stay_within_a_month()
         charge_on(server.settings.database_url, owner, time.time_ns())
         return ops.post(
             "/invoices", json={"tenant": owner, "period": time.strftime("%Y-%m", time.gmtime()), "force": True}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from click.testing import CliRunner
-from ops_client import client_of, error_of, within
+from ops_client import client_of, error_of, eventually
 from sqlmodel import update
 
 from gateway.cli import main
@@ -182,7 +182,7 @@ def test_an_operator_reads_what_every_tenant_used_and_was_charged_in_the_tenants
 @pytest.mark.parametrize("path", ["/reports/usage", "/reports/charges"])
 def test_what_everybody_was_charged_is_for_the_scope_billing(server: OpsServer, ops: httpx.Client, path: str):
     text = ops.post("/operators", json={"name": path, "scopes": ["read"]}).json()["operator_key"]
-    within(10, lambda: server.context.directory.authenticate_operator(text))
+    eventually(lambda: server.context.directory.authenticate_operator(text))
     with client_of(server, text) as reader:
         refused = reader.get(path, params={"start_time": 0})
 

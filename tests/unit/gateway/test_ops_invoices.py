@@ -16,6 +16,7 @@ from ops_client import client_of, error_of
 from gateway.cli import main
 from tenants.page import PAGE_CSP
 from tests.invoicing import charge_on, instant
+from tests.months import stay_within_a_month
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 
@@ -89,6 +90,7 @@ def test_an_invoice_that_cannot_be_is_refused_by_name(server: OpsServer, ops: ht
 
 
 def test_a_month_that_is_not_over_is_a_409(server: OpsServer, ops: httpx.Client):
+    stay_within_a_month()
     month = datetime.now(UTC).strftime("%Y-%m")
     tenant_id = ops.post("/tenants", json={"name": "early"}).json()["id"]
 

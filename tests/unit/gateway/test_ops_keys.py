@@ -8,7 +8,7 @@ from itertools import count
 
 import httpx
 import pytest
-from ops_client import client_of, error_of, within
+from ops_client import client_of, error_of, eventually
 
 from gateway.failures import MAX_FAILURES
 from tenants.limits import KEY_SCOPES
@@ -50,7 +50,7 @@ def test_a_key_has_all_scopes_unless_some_are_named(server: OpsServer, ops: http
     every, some = new_key(ops, tenant_id), new_key(ops, tenant_id, scopes=["usage", "inference", "usage"])
     assert every["scopes"] == sorted(KEY_SCOPES)
     assert some["scopes"] == ["inference", "usage"]
-    principal = within(10, lambda: server.context.directory.authenticate(some["api_key"]))
+    principal = eventually(lambda: server.context.directory.authenticate(some["api_key"]))
     assert principal.scopes == {"inference", "usage"}
 
 
@@ -82,7 +82,7 @@ def test_a_rotated_key_lives_on_for_a_day_beside_its_successor(server: OpsServer
     new = ops.post(f"/keys/{old['id']}/rotate").json()
 
     directory = server.context.directory
-    assert within(10, lambda: directory.authenticate(new["api_key"])).scopes == {"inference"}
+    assert eventually(lambda: directory.authenticate(new["api_key"])).scopes == {"inference"}
     assert directory.authenticate(old["api_key"])
     shown = ops.get(f"/keys/{old['id']}").json()
     assert shown["revoked_at"] is None
@@ -109,9 +109,9 @@ def test_an_overlap_never_lengthens_a_keys_life(ops: httpx.Client, tenant_id: st
 
 def test_without_overlap_the_old_key_ends_at_once(server: OpsServer, ops: httpx.Client, tenant_id: str):
     old = new_key(ops, tenant_id)
-    within(10, lambda: server.context.directory.authenticate(old["api_key"]))
+    eventually(lambda: server.context.directory.authenticate(old["api_key"]))
     ops.post(f"/keys/{old['id']}/rotate", json={"overlap_seconds": 0})
-    within(10, lambda: server.context.directory.authenticate(old["api_key"]) is None)
+    eventually(lambda: server.context.directory.authenticate(old["api_key"]) is None)
     assert error_of(ops.post(f"/keys/{old['id']}/rotate"))[0] == 400
 
 
@@ -139,7 +139,7 @@ def test_a_keys_limits_by_model_and_adapter_change_one_by_one(server: OpsServer,
         (None, "m", None, 7, 10**18),
     }
     directory = server.context.directory
-    within(10, lambda: len(getattr(directory.authenticate(key["api_key"]), "scoped_limits", ())) == 2)
+    eventually(lambda: len(getattr(directory.authenticate(key["api_key"]), "scoped_limits", ())) == 2)
     assert len(ops.patch(path, json={"model": "m", "requests_per_minute": None}).json()["scoped"]) == 1
 
 
@@ -195,16 +195,16 @@ def test_an_operator_is_made_listed_rotated_and_revoked(server: OpsServer, ops: 
     text = made.pop("operator_key")
     assert (made["name"], made["scopes"], text[:7]) == ("Anna", ["billing", "read"], "tn_ops_")
     assert made in ops.get("/operators").json()["data"]
-    within(10, lambda: server.context.directory.authenticate_operator(text))
+    eventually(lambda: server.context.directory.authenticate_operator(text))
     with client_of(server, text) as anna:
         assert anna.get("/tenants").status_code == 200
         assert error_of(anna.post("/operators", json={"name": "x"})) == (403, "insufficient_scope", None)
 
     new = ops.post(f"/operators/{made['id']}/rotate", json={"overlap_seconds": 0}).json()
-    within(10, lambda: server.context.directory.authenticate_operator(text) is None)
-    assert within(10, lambda: server.context.directory.authenticate_operator(new["operator_key"])).name == "Anna"
+    eventually(lambda: server.context.directory.authenticate_operator(text) is None)
+    assert eventually(lambda: server.context.directory.authenticate_operator(new["operator_key"])).name == "Anna"
     assert ops.delete(f"/operators/{new['id']}").json() == {"id": new["id"], "object": "operator", "deleted": True}
-    within(10, lambda: server.context.directory.authenticate_operator(new["operator_key"]) is None)
+    eventually(lambda: server.context.directory.authenticate_operator(new["operator_key"]) is None)
 
 
 def test_the_last_key_that_may_administer_cannot_be_revoked(ops: httpx.Client):
@@ -228,7 +228,7 @@ def test_a_renamed_tenant_keeps_its_id_and_keys(server: OpsServer, ops: httpx.Cl
     renamed = ops.patch(f"/tenants/{tenant_id}", json={"name": "a new name"})
     assert (renamed.json()["id"], renamed.json()["name"]) == (tenant_id, "a new name")
     directory = server.context.directory
-    within(10, lambda: getattr(directory.authenticate(key["api_key"]), "tenant_name", "") == "a new name")
+    eventually(lambda: getattr(directory.authenticate(key["api_key"]), "tenant_name", "") == "a new name")
     other = ops.post("/tenants", json={"name": "another"}).json()["id"]
     assert error_of(ops.patch(f"/tenants/{other}", json={"name": "a new name"})) == (409, "name_taken", "name")
 
@@ -271,7 +271,7 @@ def test_an_export_is_everything_but_secrets_and_says_where_it_ends(
 def test_a_deleted_tenant_is_gone_but_for_the_books(server: OpsServer, ops: httpx.Client, tenant_id: str):
     name = ops.get(f"/tenants/{tenant_id}").json()["name"]
     key = new_key(ops, tenant_id)
-    within(10, lambda: server.context.directory.authenticate(key["api_key"]))
+    eventually(lambda: server.context.directory.authenticate(key["api_key"]))
     book(server, tenant_id)
     staged = server.context.blobs.stage()
     staged.write_bytes(b"weights")
@@ -280,7 +280,7 @@ def test_a_deleted_tenant_is_gone_but_for_the_books(server: OpsServer, ops: http
     deleted = ops.delete(f"/tenants/{tenant_id}")
 
     assert (deleted.status_code, deleted.json()["deleted"]) == (200, True)
-    within(10, lambda: server.context.directory.authenticate(key["api_key"]) is None)
+    eventually(lambda: server.context.directory.authenticate(key["api_key"]) is None)
     assert not blob.parent.exists()
     for path in (f"/tenants/{tenant_id}", f"/tenants/{tenant_id}/keys", f"/keys/{key['id']}"):
         assert error_of(ops.get(path)) == (404, "not_found", None)
@@ -329,7 +329,7 @@ def test_keys_made_rotated_and_revoked_while_the_store_is_away_are_answered_and_
         with valkey_server() as store:
             async with (
                 ops_server(settings_of(tmp_path, store.url, "--no-demo")) as server,
-                httpx.AsyncClient(
+                plain.async_client(
                     base_url=f"{server.url}/admin/v1",
                     headers={"authorization": f"Bearer {server.credentials.operator_key}"},
                 ) as ops,

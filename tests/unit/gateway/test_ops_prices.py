@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from click.testing import CliRunner
-from ops_client import client_of, error_of, within
+from ops_client import client_of, error_of, eventually
 
 from gateway.cli import main
 from tests.ops_server import OpsServer, ops_server_in_thread
@@ -48,7 +48,7 @@ def test_a_new_version_has_the_newest_ones_prices_but_for_those_that_it_names(se
     assert ops.get("/rate-cards").json()["data"][-2:] == [before, card]
     event = ops.get("/audit", params={"limit": 1000}).json()["data"][-1]
     assert (event["action"], event["target"], event["after"]) == ("rate_card.create", card["id"], card)
-    within(5, lambda: card["id"] in server.context.directory.rate_cards)
+    eventually(lambda: card["id"] in server.context.directory.rate_cards)
 
 
 def test_an_item_that_is_taken_away_leaves_the_more_general_one(ops: httpx.Client):

@@ -19,6 +19,7 @@ from gateway.serve import scrape
 from gateway.serve.children import Child, Command
 from gateway.serve.scrape import SummedRegistry
 from gateway.serve.supervisor import listen
+from tests import plain
 from tests.ops_server import ops_server, settings_of
 from tests.stores import valkey_server
 
@@ -46,6 +47,8 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": sys.argv[3].encode()})
 
 async def main():
+    while Path(sys.argv[4]).exists():
+        await asyncio.sleep(0.01)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", access_log=False))
     async with scrape.serve(Path(sys.argv[2]), registry):
         print("worker ready", flush=True)
@@ -55,8 +58,9 @@ asyncio.run(main())
 """
 
 
-def worker(index: int, descriptor: int, path: Path) -> Command:
-    argv = [sys.executable, "-c", WORKER, str(descriptor), str(path), f"w{index}"]
+def worker(index: int, descriptor: int, path: Path, closed_door: Path) -> Command:
+    """It comes up when there is no ``closed_door`` any more."""
+    argv = [sys.executable, "-c", WORKER, str(descriptor), str(path), f"w{index}", str(closed_door)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return Command(f"gateway {index}", argv, "worker ready", environment, pass_fds=(descriptor,))
 
@@ -68,12 +72,12 @@ async def samples(client: httpx.AsyncClient, url: str) -> dict[str, float]:
 
 def test_counters_of_four_workers_never_fall_and_never_count_twice(tmp_path: Path) -> None:
     async def main(redis_url: str, public: socket.socket) -> None:
-        settings = settings_of(tmp_path, redis_url)
+        settings, door = settings_of(tmp_path, redis_url), tmp_path / "closed"
         address = f"http://127.0.0.1:{public.getsockname()[1]}"
-        async with ops_server(settings) as ops, httpx.AsyncClient() as client:
+        async with ops_server(settings) as ops, plain.async_client() as client:
             # given four workers on one socket
             for index in range(4):
-                command = worker(index, public.fileno(), settings.scrape_path(index))
+                command = worker(index, public.fileno(), settings.scrape_path(index), door)
                 child = Child(command, lambda n, name=command.name: ops.fleet.registry.retire(name, n))
                 child.start()
                 ops.fleet.gateways.append(child)
@@ -95,6 +99,7 @@ def test_counters_of_four_workers_never_fall_and_never_count_twice(tmp_path: Pat
                 ]
 
             # and when the one that did most is killed: its counters stay, its gauge vanishes
+            door.touch()
             victim = ops.fleet.gateways[2]
             os.kill(victim.pid or 0, signal.SIGKILL)
             while victim.is_ready:
@@ -104,6 +109,7 @@ def test_counters_of_four_workers_never_fall_and_never_count_twice(tmp_path: Pat
             assert seen["tenora_requests_total ok"] + seen["tenora_requests_total refused"] == 40
 
             # and its successor's counters are added to them
+            door.unlink()
             await victim.ready()
             totals = []
             for _ in range(10):

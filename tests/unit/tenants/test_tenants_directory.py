@@ -348,14 +348,19 @@ def test_a_database_that_refuses_connections_makes_it_stale_and_is_caught_up_wit
 # ── who must end ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_revocation_suspension_and_deletion_are_told_once_and_expiry_is_not(in_world):
+def test_revocation_suspension_and_deletion_are_told_once_and_expiry_is_not(in_world, monkeypatch):
     async def scenario(world):
         directory, told = world.directory, []
         await directory.close()
         directory.on_revoked = told.append
         other = await world.make_key(world.tenant.tenant_id)
-        mortal = await world.make_key(world.tenant.tenant_id, expires_unix_ns=time.time_ns() + 10**8)
+        expiry = time.time_ns() + 10**12
+        mortal = await world.make_key(world.tenant.tenant_id, expires_unix_ns=expiry)
         await directory.refresh()
+        with monkeypatch.context() as patch:
+            patch.setattr("tenants.directory.time.time_ns", lambda: expiry)
+            await directory.refresh()
+            assert directory.authenticate(mortal.text) is None
         assert told == []
 
         async def change(action):
