@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from sqlalchemy import CursorResult
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 _ARRAYS = {str: "text[]", int: "bigint[]", bool: "boolean[]", bytes: "bytea[]"}
@@ -17,12 +18,20 @@ async def insert_new(session: AsyncSession, table: Any, columns: tuple[str, ...]
     """INSERT … ON CONFLICT DO NOTHING of rows with ``columns``' values, in their order; how many were new."""
     if not rows:
         return 0
+    dialect = (await session.connection()).dialect.name
+    return (await _run(session, _statement(table, columns, dialect), rows)).rowcount
+
+
+async def absent(session: AsyncSession, table: Any, key: str, values: Sequence[str]) -> set[str]:
+    """Which of ``values`` no row has in its text column ``key``, by what is committed or this transaction's own."""
+    if not values:
+        return set()
     connection = await session.connection()
-    statement = _statement(table, columns, connection.dialect.name)
-    arrays = [list(column) for column in zip(*rows, strict=True)]
     postgres = connection.dialect.name == "postgresql"
-    done = await connection.exec_driver_sql(statement, tuple(arrays) if postgres else list(rows))
-    return done.rowcount
+    wanted = "= ANY($1::text[])" if postgres else "IN (SELECT value FROM json_each(?))"
+    query = f"SELECT {key} FROM {table.__tablename__} WHERE {key} {wanted}"  # noqa: S608 (our own names)
+    found = await connection.exec_driver_sql(query, (list(values) if postgres else json.dumps(list(values)),))
+    return set(values).difference(found.scalars())
 
 
 async def insert_telling(
@@ -36,8 +45,7 @@ async def insert_telling(
     connection = await session.connection()
     if connection.dialect.name == "postgresql":
         statement = f"{_statement(table, columns, 'postgresql')} RETURNING {', '.join(key)}"
-        found = await connection.exec_driver_sql(statement, tuple(list(column) for column in zip(*rows, strict=True)))
-        return {tuple(row) for row in found}
+        return {tuple(row) for row in await _run(session, statement, rows)}
     # a writer is alone on SQLite from BEGIN IMMEDIATE on: what is not there now is new
     names = ", ".join(key)
     known = f"SELECT {names} FROM {table.__tablename__} WHERE {key[0]} IN (SELECT value FROM json_each(?))"  # noqa: S608
@@ -56,12 +64,9 @@ async def add_up(
     """
     if not rows:
         return
-    connection = await session.connection()
-    dialect, name = connection.dialect.name, table.__tablename__
+    dialect, name = (await session.connection()).dialect.name, table.__tablename__
     added = ", ".join(f"{each} = {name}.{each} + excluded.{each}" for each in sums)
-    statement = _statement(table, (*key, *sums), dialect, f"({', '.join(key)}) DO UPDATE SET {added}")
-    arrays = tuple(list(column) for column in zip(*rows, strict=True))
-    await connection.exec_driver_sql(statement, arrays if dialect == "postgresql" else list(rows))
+    await _run(session, _statement(table, (*key, *sums), dialect, f"({', '.join(key)}) DO UPDATE SET {added}"), rows)
 
 
 async def taken(
@@ -95,12 +100,18 @@ async def put(
     """Inserts rows of (*key, *values), in place of those that are there; each key once, in key order."""
     if not rows:
         return
-    connection = await session.connection()
+    dialect = (await session.connection()).dialect.name
     changes = ", ".join(f"{each} = excluded.{each}" for each in values)
     on_conflict = f"({', '.join(key)}) DO UPDATE SET {changes}"
-    statement = _statement(table, (*key, *values), connection.dialect.name, on_conflict)
-    arrays = tuple(list(column) for column in zip(*rows, strict=True))
-    await connection.exec_driver_sql(statement, arrays if connection.dialect.name == "postgresql" else list(rows))
+    await _run(session, _statement(table, (*key, *values), dialect, on_conflict), rows)
+
+
+async def _run(session: AsyncSession, statement: str, rows: Sequence[tuple]) -> CursorResult[Any]:
+    """A ``_statement`` on rows of its columns."""
+    connection = await session.connection()
+    if connection.dialect.name == "postgresql":
+        return await connection.exec_driver_sql(statement, tuple(list(column) for column in zip(*rows, strict=True)))
+    return await connection.exec_driver_sql(statement, list(rows))
 
 
 @cache

@@ -17,7 +17,7 @@ from tenants.settled import COSTS, DURATIONS, TOKENS, Booked, Fold, SettledReque
 from tenants.tables import LedgerEntry, RequestRecord
 from tenants.usage.rollups import add_booked
 
-_NAMESPACE = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11")  # ours, fixed for ever: entry ids depend on it
+_NAMESPACE = uuid.UUID("6f1f3f6e-7a55-5f0e-9d6e-1c6a2f0f7e11").bytes  # ours, fixed for ever: entry ids depend on it
 _COPIED = ("outcome", *TOKENS, *DURATIONS, "finished_unix_ns", *COSTS)
 _FROM_CONTEXT = (
     *("request_id", "attempt", "tenant_id", "key_id", "operation", "model", "base_model", "adapter_version_id"),
@@ -67,7 +67,7 @@ class Ledger:
 
 def entry_id(request_id: str, meter: str) -> str:
     """The permanent name of a charge: uuid5, written out, since the library's took a quarter of posting's time."""
-    name = hashlib.sha1(_NAMESPACE.bytes + f"{request_id}/{meter}".encode(), usedforsecurity=False).hexdigest()
+    name = hashlib.sha1(_NAMESPACE + f"{request_id}/{meter}".encode(), usedforsecurity=False).hexdigest()
     variant = "89ab"[int(name[16], 16) & 3]
     return f"{name[:8]}-{name[8:12]}-5{name[13:16]}-{variant}{name[17:20]}-{name[20:32]}"
 

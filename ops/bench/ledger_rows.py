@@ -22,8 +22,12 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
 from tenants.database import Database, create_engine
+from tenants.invoices.sums import ledger_amount, ledger_groups, receipts_amount
 from tenants.money import limbs
+from tenants.periods import Period
 from tenants.pricing import ANY, RateCard
+from tenants.quota.budgets import Window
+from tenants.quota.spend_repository import SpendRepository
 from tenants.tables import LedgerEntry, RequestRecord, UsageSeries
 from tenants.usage.query import UsageQuery
 from tenants.usage.repository import UsageRepository
@@ -174,6 +178,8 @@ async def reports(url: str, rows: int) -> dict[str, Any]:
                 "costs by day": await _timed(usage.cost_buckets(tenant_id, costs)),
                 "costs between two odd seconds": await _timed(usage.cost_buckets(tenant_id, odd)),
                 "costs of all tenants": await _timed(usage.cost_buckets(None, costs)),
+                "what a spend window has": await _timed(SpendRepository(session).spent(tenant_id, _window())),
+                "an invoice's sums": await _timed(_invoiced(session, tenant_id)),
                 "the entries themselves": await _timed(_raw(session, tenant_id)),
             }
             whole = await usage.cost_buckets(None, UsageQuery(START_S, START_S + MONTH_S + 86_400))
@@ -206,6 +212,19 @@ async def size_bytes(url: str) -> int:
         return Path(url.removeprefix("sqlite:///")).stat().st_size
     finally:
         await database.close()
+
+
+def _window() -> Window:
+    """A tenant's month in a zone whose midnights are no day's end in UTC."""
+    moved_ns = 19_800 * 10**9
+    period = Period(START_S * 10**9 - moved_ns, (START_S + MONTH_S) * 10**9 - moved_ns, "2030-03-01")
+    return Window(f"tenant@{period.label}", 1, 0, period)
+
+
+async def _invoiced(session: AsyncSession, tenant_id: str) -> None:
+    span = START_S * 10**9, (START_S + MONTH_S) * 10**9
+    for sums in (ledger_groups, ledger_amount, receipts_amount):
+        await sums(session, tenant_id, *span)
 
 
 async def _raw(session: AsyncSession, tenant_id: str) -> None:

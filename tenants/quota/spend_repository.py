@@ -2,16 +2,23 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import func, or_
 from sqlmodel import col, delete, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.money import exact_sum, total
-from tenants.quota.budgets import Window
-from tenants.tables import GatewayLease, RequestRecord
+from tenants.periods import Period
+from tenants.quota.budgets import KEPT_MS, Window
+from tenants.tables import GatewayLease, RequestRecord, UsageRollup, UsageSeries
+from tenants.usage.cover import WIDTHS_S
+from tenants.usage.rollups import SUMMED_METERS
 
 _CHUNK = 500
+_DAY_S = max(WIDTHS_S)
+_NS = 10**9
+_KEPT_NS = KEPT_MS * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +40,38 @@ class SpendRepository:
             await self._session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
 
     async def spent(self, tenant_id: str, window: Window) -> int:
-        """Picousd of the window's requests that are booked: those that began in its period."""
-        period = window.period
+        """Picousd of the window's requests that are booked: those that began in its period.
+
+        What ended on a whole day (UTC) of the period, but for the first day and a bit, began in it: such days are
+        summed up already. Of what ended before them, or behind them, each record says when it began."""
+        first_s, last_s = _whole_days(window.period)
+        records = await self._of_records(tenant_id, window, first_s * _NS, last_s * _NS)
+        return records + await self._of_days(tenant_id, window, first_s, last_s)
+
+    async def _of_records(self, tenant_id: str, window: Window, first_ns: int, last_ns: int) -> int:
+        period, finished = window.period, col(RequestRecord.finished_unix_ns)
         records = select(*exact_sum(col(RequestRecord.price_picousd), "price")).where(
             RequestRecord.tenant_id == tenant_id,
-            RequestRecord.finished_unix_ns >= period.start_unix_ns,  # for the index: nothing ends before it begins
+            finished >= period.start_unix_ns,  # for the index: nothing ends before it begins
+            or_(finished < first_ns, finished >= last_ns),
             RequestRecord.admitted_unix_ns >= period.start_unix_ns,
             RequestRecord.admitted_unix_ns < period.end_unix_ns,
-            *_of_scope(window.name.rpartition("@")[0]),
+            *_of_scope(window.name, RequestRecord),
         )
         return total((await self._session.exec(records)).one(), "price")
+
+    async def _of_days(self, tenant_id: str, window: Window, first_s: int, last_s: int) -> int:
+        limbs = [f"{meter}_{limb}" for meter in SUMMED_METERS for limb in ("quotient", "remainder")]
+        days: Any = select(*(func.sum(getattr(UsageRollup, name)).label(name) for name in limbs))
+        summed = days.join(UsageSeries, col(UsageSeries.series_id) == col(UsageRollup.series_id)).where(
+            UsageSeries.tenant_id == tenant_id,
+            UsageRollup.width_s == _DAY_S,
+            UsageRollup.start_s >= first_s,
+            UsageRollup.start_s < last_s,
+            *_of_scope(window.name, UsageSeries),
+        )
+        row = (await self._session.exec(summed)).one()
+        return sum(total(row, meter) for meter in SUMMED_METERS)
 
     async def attempts(self, request_ids: Iterable[str]) -> list[BookedAttempt]:
         """The records of these requests."""
@@ -72,17 +101,26 @@ class GatewayLeaseRepository:
         return set((await self._session.exec(query)).all())
 
 
-def _of_scope(scope: str) -> Sequence:
-    """Conditions on a record: `tenant`, `key:ID`, `key:ID:model:NAME`, `key:ID:adapter:NAME`."""
+def _whole_days(period: Period) -> tuple[int, int]:
+    """[from, until) in Unix seconds, whole days of UTC that may be none: what ended then began in the period, since
+    nothing runs for longer than a sum is kept."""
+    first_s = -(-(period.start_unix_ns + _KEPT_NS) // (_DAY_S * _NS)) * _DAY_S
+    return first_s, max(first_s, period.end_unix_ns // (_DAY_S * _NS) * _DAY_S)
+
+
+def _of_scope(window: str, table: type[RequestRecord] | type[UsageSeries]) -> Sequence:
+    """Conditions of a window's name on a row: its scope is `tenant`, `key:ID`, `key:ID:model:NAME` or
+    `key:ID:adapter:NAME`."""
+    scope = window.rpartition("@")[0]
     if scope == "tenant":
         return ()
     _, key_id, *rest = scope.split(":", 3)
-    of_key = col(RequestRecord.key_id) == key_id
+    of_key = col(table.key_id) == key_id
     if not rest:
         return (of_key,)
     kind, name = rest
     if kind == "model":
-        return (of_key, col(RequestRecord.base_model) == name)
-    model = col(RequestRecord.model)
+        return (of_key, col(table.base_model) == name)
+    model = col(table.model)
     is_named = or_(model == name, func.substr(model, 1, len(name) + 1) == f"{name}@")
-    return (of_key, col(RequestRecord.adapter_version_id) != "", is_named)
+    return (of_key, col(table.adapter_version_id) != "", is_named)

@@ -1,13 +1,13 @@
 """Sums of usage by minute, hour and day (UTC), written in the transaction that books: always what the ledger holds."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import add, attrgetter
 
 from sqlmodel.ext.asyncio.session import AsyncSession
 
-from tenants.bulk import add_up, insert_new
+from tenants.bulk import absent, add_up, insert_new
 from tenants.money import limbs
 from tenants.settled import Booked
 from tenants.tables import UsageRollup, UsageSeries
@@ -29,7 +29,9 @@ _PLACE = {meter: number for number, meter in enumerate(SUMMED_METERS)}
 _NS = 10**9
 _dimensions_of = attrgetter(*DIMENSIONS)
 
-_Rows = dict[tuple[str, int, int], list[int]]  # KEY → SUMS
+_NOTHING = (0,) * (len(SUMS) - 1)
+
+_Rows = dict[tuple[str, int, int], tuple[int, ...]]  # KEY → SUMS
 
 
 async def add_booked(session: AsyncSession, booked: Sequence[Booked]) -> None:
@@ -52,28 +54,28 @@ def series_id(*dimensions: str) -> str:
     return hashlib.sha256(b"tenora-series\x01" + message).hexdigest()[:24]
 
 
-def _sums_of(booked: Booked) -> list[int]:
-    sums = [0] * len(SUMS)
-    sums[-1] = booked.request.gpu_ns
+def _sums_of(booked: Booked) -> tuple[int, ...]:
+    if not booked.charges:
+        return *_NOTHING, booked.request.gpu_ns
+    sums = [*_NOTHING, booked.request.gpu_ns]
     for charge in booked.charges:
         place = _PLACE[charge.meter]
         limb = len(SUMMED_METERS) + 2 * place
-        sums[place] += charge.quantity
-        quotient, remainder = limbs(charge.amount_picousd)
-        sums[limb] += quotient
-        sums[limb + 1] += remainder
-    return sums
+        sums[place] = charge.quantity
+        sums[limb : limb + 2] = limbs(charge.amount_picousd)
+    return tuple(sums)
 
 
-def _add(rows: _Rows, name: str, second: int, sums: Iterable[int]) -> None:
+def _add(rows: _Rows, name: str, second: int, sums: tuple[int, ...]) -> None:
     for width_s in WIDTHS_S:
         key = (name, width_s, second // width_s * width_s)
         known = rows.get(key)
-        rows[key] = list(sums) if known is None else list(map(add, known, sums))
+        rows[key] = sums if known is None else tuple(map(add, known, sums))
 
 
 async def _write(session: AsyncSession, series: dict[str, tuple[str, ...]], rows: _Rows) -> None:
-    """In key order: two gateways never wait for each other in a circle."""
-    names = sorted((name, *dimensions) for name, dimensions in series.items())
-    await insert_new(session, UsageSeries, _SERIES, names)
+    """In key order: two gateways never wait for each other in a circle. Nearly all series are there already: to ask
+    which are not is cheaper than to insert all in vain."""
+    new = await absent(session, UsageSeries, "series_id", list(series))
+    await insert_new(session, UsageSeries, _SERIES, [(name, *series[name]) for name in sorted(new)])
     await add_up(session, UsageRollup, KEY, SUMS, sorted((*key, *sums) for key, sums in rows.items()))
