@@ -19,6 +19,10 @@ import sys
 import time
 from collections.abc import AsyncIterator
 
+import gateway.lean  # noqa: F401 (before the libraries that it is about)
+
+# isort: split
+
 import uvicorn
 import uvloop
 from redis.asyncio import Redis

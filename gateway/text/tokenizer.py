@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from engine.wire import TokenizerCard
 from gateway.memory import give_back
+from gateway.text.tokenizer_file import load_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONG_CHARS = 65_536  # an encoding takes some 100 bytes a character while it is made
@@ -42,7 +43,7 @@ class ModelTokenizer:
     """
 
     def __init__(self, card: TokenizerCard, vocab_size: int) -> None:
-        self._tokenizer = Tokenizer.from_str(card.tokenizer_json)
+        self._tokenizer = load_tokenizer(card.tokenizer_json)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -11,6 +11,7 @@ from sqlmodel import SQLModel
 
 MAX_NAME_LENGTH = 64
 
+SQLModel.model_config["defer_build"] = True  # rows are not validated: what would do it, of every table, takes 2 MB
 metadata = SQLModel.metadata
 metadata.naming_convention = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",

@@ -160,7 +160,8 @@ def test_no_adapter_key_or_client_word_is_a_label_and_a_tenant_only_by_its_id(se
     assert {name for name, value in pairs if value.startswith("ten_")} <= {"tenant"}
 
 
-def test_a_gateway_process_stays_under_120_mb(served: Served):
+def test_a_gateway_process_stays_under_120_mb(served: Served, watched: Watched):
+    """After the load, that is; the real model's are in test_e2e_newcomer.py."""
     resident_mb = [gateway.memory_info().rss / 1e6 for gateway in served.gateways()]
 
     assert len(resident_mb) == 4
