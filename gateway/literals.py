@@ -1,5 +1,6 @@
 """Which values a field of a struct may have, where they can be listed: for whoever sent another one."""
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,13 @@ from msgspec import inspect
 
 def literals_at(kind: type, path: str) -> tuple[str, ...]:
     """Of the field at ``path`` (as msgspec writes it, without its `$.`: messages[0].role); () where it has no such."""
+    return _literals(kind, tuple(re.sub(r"\[[^\]]*\]", "", path).split(".")))
+
+
+@functools.cache  # milliseconds, and there are no more places than fields
+def _literals(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
     types = [inspect.type_info(kind)]
-    for name in re.sub(r"\[[^\]]*\]", "", path).split("."):
+    for name in names:
         fields = [field for each in _parts(types) for field in getattr(each, "fields", ())]
         types = [field.type for field in fields if field.encode_name == name]
     return tuple(str(value) for each in _parts(types) for value in getattr(each, "values", ()))

@@ -1,7 +1,7 @@
 """Run by Alembic: connects with our engine and applies the revisions in one transaction."""
 
 import asyncio
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from alembic import context
 from alembic.autogenerate.api import AutogenContext
@@ -13,15 +13,39 @@ from tenants.database import create_engine
 
 
 def run(connection: Connection) -> None:
+    parts = partitions(connection)
     context.configure(
         connection=connection,
         target_metadata=tables.metadata,
         compare_type=True,
         render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by copying it
         render_item=render_item,
+        include_name=lambda name, kind, _: not (kind == "table" and name in parts.children),
+        include_object=parts.is_to_be_looked_at,
     )
     with context.begin_transaction():
         context.run_migrations()
+
+
+class Partitions(NamedTuple):
+    """What ops/postgres/partitions.sql has made: parts are no tables of ours, and what they are of has unique keys."""
+
+    parents: frozenset[str] = frozenset()
+    children: frozenset[str] = frozenset()
+
+    def is_to_be_looked_at(self, one: Any, _name: str | None, kind: str, *_: Any) -> bool:
+        return not (kind == "unique_constraint" and one.table.name in self.parents)
+
+
+def partitions(connection: Connection) -> Partitions:
+    if connection.dialect.name != "postgresql":
+        return Partitions()
+    rows = connection.exec_driver_sql(
+        "SELECT relname, relispartition FROM pg_class WHERE relispartition OR relkind = 'p'"
+    )
+    named = [(name, is_child) for name, is_child in rows]
+    children = frozenset(name for name, is_child in named if is_child)
+    return Partitions(frozenset(name for name, _ in named) - children, children)
 
 
 def render_item(kind: str, item: Any, autogen_context: AutogenContext) -> str | Literal[False]:

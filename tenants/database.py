@@ -1,17 +1,20 @@
 """The engine and sessions of SQLAlchemy, set so that SQLite serves several processes of one host."""
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 from urllib.parse import urlencode
 
 from sqlalchemy import ScalarResult, event
-from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlmodel.ext.asyncio.session import AsyncSession
 from sqlmodel.sql.expression import SelectOfScalar
 
 _Row = TypeVar("_Row")
+CONNECT_S = 10.0
+DEAD_PEER_S = 20
 _WRITES = "tenora_writes"
 _LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
 _PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON")
@@ -28,16 +31,27 @@ def create_engine(url: str) -> AsyncEngine:
     """An async engine; for SQLite with WAL, a busy timeout, foreign keys, and transactions that we begin. Its errors,
     which logs show, have no values of its statements."""
     parsed = make_url(async_url(url))
-    is_sqlite = parsed.get_backend_name() == "sqlite"
-    libpq = {} if is_sqlite else {name: value for name, value in parsed.query.items() if _is_libpqs(name)}
-    more = {"dsn": f"postgresql://?{urlencode(libpq, doseq=True)}"} if libpq else {}
-    url_alone = parsed.difference_update_query(libpq)
-    engine = create_async_engine(url_alone, connect_args=more, pool_pre_ping=not is_sqlite, hide_parameters=True)
-    if is_sqlite:
-        event.listen(engine.sync_engine, "connect", _prepare_sqlite)
-        event.listen(engine.sync_engine, "begin", _begin_sqlite)
-    else:
-        event.listen(engine.sync_engine, "do_connect", _connect_postgres)
+    return _sqlite_engine(parsed) if parsed.get_backend_name() == "sqlite" else _postgres_engine(parsed)
+
+
+def _sqlite_engine(url: URL) -> AsyncEngine:
+    engine = create_async_engine(url, hide_parameters=True)
+    event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+    event.listen(engine.sync_engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _postgres_engine(url: URL) -> AsyncEngine:
+    libpq = {name: value for name, value in url.query.items() if _is_libpqs(name)}
+    dsn = {"dsn": f"postgresql://?{urlencode(libpq, doseq=True)}"} if libpq else {}
+    engine = create_async_engine(
+        url.difference_update_query(libpq),
+        connect_args={"timeout": CONNECT_S, **dsn},
+        pool_pre_ping=True,
+        hide_parameters=True,
+    )
+    event.listen(engine.sync_engine, "do_connect", _connect_postgres)
+    event.listen(engine.sync_engine, "connect", _watch_postgres)
     return engine
 
 
@@ -53,6 +67,18 @@ def _connect_postgres(dialect, _record, args, options):
         return dialect.connect(*args, **options)
     except OSError as error:
         raise dialect.loaded_dbapi.OperationalError(str(error) or type(error).__name__, error) from error
+
+
+def _watch_postgres(connection, _record) -> None:
+    """A peer that is gone without a word, as after a failover, ends its connections within DEAD_PEER_S: whoever waits
+    for its answer would wait for the system's quarter of an hour. A peer that only takes long is left its time."""
+    peer = connection.driver_connection._transport.get_extra_info("socket")
+    if peer.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_PEER_S // 2)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_PEER_S // 4)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_S * 1000)
 
 
 def _prepare_sqlite(connection, _record) -> None:

@@ -41,7 +41,7 @@ def backup(
         raise Failed(f"no database in {home}: give --home of the server, or --database-url")
     if to.exists() and any(to.iterdir()):
         raise Failed(f"{to} is not empty: give a new folder")
-    with _for_us_only():
+    with _for_us_only(), _nothing_left_of_failures(to):
         _copy_all(home, to, database_url, blobs or home / "blobs", secrets or home / "secrets.json", pg_dump)
     done = {"backup": str(to), "bytes": sum(path.stat().st_size for path in to.rglob("*") if path.is_file())}
     show(done, as_json, {"backup": "BACKUP", "bytes": "BYTES"})
@@ -54,6 +54,16 @@ def _for_us_only():
         yield
     finally:
         os.umask(before)
+
+
+@contextlib.contextmanager
+def _nothing_left_of_failures(to: Path):
+    """A copy that broke off would be taken for a backup, and be in the next one's way."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(to, ignore_errors=True)
+        raise
 
 
 def _copy_all(home: Path, to: Path, database_url: str, blobs: Path, secrets: Path, pg_dump: str) -> None:

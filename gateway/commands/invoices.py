@@ -1,11 +1,13 @@
 """`tenora invoice`."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from gateway.commands.common import find_tenant, ops_api, ops_options, show
+from gateway.client import Api
+from gateway.commands.common import Failed, find_tenant, ops_api, ops_options, show
 
 INVOICE = {
     **{"number": "NUMBER", "id": "ID", "tenant_name": "TENANT", "period": "PERIOD", "total": "TOTAL"},
@@ -21,7 +23,7 @@ ISSUE_TIMEOUT_S = 600.0  # the sums of months with millions of requests
 
 @click.group("invoice")
 def invoice() -> None:
-    """Invoices and credit notes: issued once, never changed. TENANT is an id or a name."""
+    """Invoices and credit notes: issued once, never changed. TENANT is an id or a name, INVOICE an id or a number."""
 
 
 @invoice.command("issue")
@@ -42,55 +44,71 @@ def invoice_issue(tenant: str, period: str, force: bool, as_json: bool, **where:
 def invoice_list(tenant: str | None, as_json: bool, **where: Any) -> None:
     """List invoices by number."""
     api = ops_api(**where)
-    wanted: dict[str, Any] = {"limit": 1000} | ({"tenant_id": find_tenant(api, tenant)["id"]} if tenant else {})
-    page = api.call("GET", "/invoices", params=wanted)
-    every = page["data"]
-    while page["has_more"]:
-        page = api.call("GET", "/invoices", params=wanted | {"after": page["next_after"]})
-        every += page["data"]
-    show({"object": "list", "data": every}, as_json, INVOICE)
+    wanted = {"tenant_id": find_tenant(api, tenant)["id"]} if tenant else {}
+    show({"object": "list", "data": list(_every(api, wanted))}, as_json, INVOICE)
 
 
 @invoice.command("show")
-@click.argument("invoice_id")
+@click.argument("invoice")
 @click.option(
     "--format", "as_format", type=click.Choice(["table", "csv", "html", "focus"]), default="table", show_default=True
 )
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A file.  [default: stdout]")
 @ops_options
-def invoice_show(invoice_id: str, as_format: str, output: Path | None, as_json: bool, **where: Any) -> None:
+def invoice_show(invoice: str, as_format: str, output: Path | None, as_json: bool, **where: Any) -> None:
     """Show an invoice with its lines; as html it prints to one page."""
     api = ops_api(**where)
+    path = _path(api, invoice)
     if as_format == "table" or as_json:
-        _show(api.call("GET", f"/invoices/{invoice_id}"), as_json)
+        _show(api.call("GET", path), as_json)
         return
     document = "/focus" if as_format == "focus" else f"?format={as_format}"
-    _write(api.text(f"/invoices/{invoice_id}{document}"), output)
+    _write(api.text(path + document), output)
 
 
 @invoice.command("credit")
-@click.argument("invoice_id")
+@click.argument("invoice")
 @click.option("--reason", required=True, help="What the credit note says.")
 @click.option("--line", "lines", multiple=True, metavar="LINE=CENTS", help="Repeatable.  [default: all that is left]")
 @ops_options
-def invoice_credit(invoice_id: str, reason: str, lines: tuple[str, ...], as_json: bool, **where: Any) -> None:
+def invoice_credit(invoice: str, reason: str, lines: tuple[str, ...], as_json: bool, **where: Any) -> None:
     """Give back what an invoice charged, or a part of it: the tenant's next invoice takes it off."""
     body = {"reason": reason, "lines": [_credited(text) for text in lines] or None}
-    show(ops_api(**where).call("POST", f"/invoices/{invoice_id}/credit-notes", json=body), as_json, NOTE)
+    api = ops_api(**where)
+    show(api.call("POST", f"{_path(api, invoice)}/credit-notes", json=body), as_json, NOTE)
 
 
 @invoice.command("note")
-@click.argument("invoice_id")
+@click.argument("invoice")
 @click.argument("credit_note_id")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="A file.  [default: stdout]")
 @ops_options
-def invoice_note(invoice_id: str, credit_note_id: str, output: Path | None, as_json: bool, **where: Any) -> None:
+def invoice_note(invoice: str, credit_note_id: str, output: Path | None, as_json: bool, **where: Any) -> None:
     """Print a credit note of an invoice, as html to send."""
-    path = f"/invoices/{invoice_id}/credit-notes/{credit_note_id}"
+    api = ops_api(**where)
+    path = f"{_path(api, invoice)}/credit-notes/{credit_note_id}"
     if as_json:
-        show(ops_api(**where).call("GET", path), as_json, NOTE)
+        show(api.call("GET", path), as_json, NOTE)
     else:
-        _write(ops_api(**where).text(f"{path}?format=html"), output)
+        _write(api.text(f"{path}?format=html"), output)
+
+
+def _every(api: Api, wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    page = api.call("GET", "/invoices", params=wanted | {"limit": 1000})
+    yield from page["data"]
+    while page["has_more"]:
+        page = api.call("GET", "/invoices", params=wanted | {"limit": 1000, "after": page["next_after"]})
+        yield from page["data"]
+
+
+def _path(api: Api, invoice: str) -> str:
+    """Where an invoice is, by its id or the number that stands on it. Raises Failed."""
+    if invoice.startswith("inv_"):
+        return f"/invoices/{invoice}"
+    for each in _every(api, {}):
+        if each["number"] == invoice:
+            return f"/invoices/{each['id']}"
+    raise Failed(f"no invoice {invoice}: `tenora invoice list` shows them")
 
 
 def _write(text: str, output: Path | None) -> None:

@@ -74,7 +74,8 @@ def tenant_set(name: str, changes: tuple[str, ...], as_json: bool, **where: Any)
     if fields:
         api.call("PATCH", f"{path}/limits", json=fields)
     answer = api.call("PATCH", path, json=own) if own else api.call("GET", path)
-    show(answer if as_json else {"data": [answer | answer["limits"]]}, as_json, TENANT | {f: f.upper() for f in fields})
+    changed = {field: field.upper() for field in (*own, *fields) if field not in TENANT}
+    show(answer if as_json else {"data": [answer | answer["limits"]]}, as_json, TENANT | changed)
 
 
 @tenant.command("rename")

@@ -69,8 +69,9 @@ _RULES = (
         "request_record",
         f"SELECT r.request_id, r.outcome, r.price_picousd, count(e.entry_id) AS num_entries"
         f" FROM request_record r LEFT JOIN ledger_entry e ON {_SAME} AND {_OF_REQUESTS} WHERE {_PAID}"
-        " GROUP BY r.request_id, r.attempt, r.outcome, r.price_picousd, r.prompt_tokens, r.cached_tokens,"
-        f" r.output_tokens HAVING {_sum_of('input_cached_tokens')} <> r.cached_tokens"
+        " GROUP BY r.request_id, r.attempt, r.outcome, r.price_picousd,"  # in parts, the first two are no primary key
+        " r.prompt_tokens, r.cached_tokens, r.output_tokens"
+        f" HAVING {_sum_of('input_cached_tokens')} <> r.cached_tokens"
         f" OR {_sum_of('input_uncached_tokens')} <> r.prompt_tokens - r.cached_tokens"
         f" OR {_sum_of('output_tokens')} <> r.output_tokens OR {_sum_of('requests')} <> 1"
         " OR coalesce(sum(e.amount_picousd), 0) <> r.price_picousd OR count(e.entry_id) <> 1"

@@ -73,7 +73,7 @@ def _run_child(path: Path, session: pytest.Session, config: pytest.Config) -> No
         results.touch()
         environment = {**os.environ, "TRITON_INTERPRET": "1", _RESULTS: str(results)}
         child = subprocess.run(
-            command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=600
+            command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=3000
         )
         reports = [json.loads(line) for line in results.read_text().splitlines()]
     said = f"{child.stdout[-3000:]}{child.stderr[-2000:]}"

@@ -11,23 +11,27 @@ from pathlib import Path
 import psutil
 import pytest
 from live_engine import PATIENCE_S, collect, first_delta, live_client, live_gateway, socket_of, submit, until
-from tiny import write_hf_dir
+from tiny import tiny_config, write_hf_dir
 
 from engine import wire
 from engine.client import EngineLost
+
+MODEL = tiny_config(context_tokens=4096)
+LONG = 4000  # tokens, for what is to end before they are made
 
 
 def command(folder: Path, model: Path) -> list[str]:
     options = {"--socket": socket_of(folder), "--model": f"tiny={model}", "--dir": folder / "engine"}
     flat = [str(part) for pair in options.items() for part in pair]
-    return [sys.executable, "-m", "engine", *flat, "--threads", "1", "--kv-blocks", "64", "--engine-id", "e7"]
+    sizes = ["--threads", "1", "--kv-blocks", "256", "--adapter-memory", "100000", "--adapter-disk", "100000"]
+    return [sys.executable, "-m", "engine", *flat, *sizes, "--engine-id", "e7"]
 
 
 @contextmanager
 def engine_process(folder: Path):
     model = folder / "model"
     if not model.exists():
-        write_hf_dir(model)
+        write_hf_dir(model, config=MODEL)
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(command(folder, model), stdout=subprocess.PIPE, stderr=log, text=True)
     try:
@@ -45,7 +49,7 @@ def test_a_process_serves_drains_on_sigterm_and_leaves_nothing_running(tmp_path)
     async def main(process):
         async with live_gateway(tmp_path, want_tokenizer=True) as (client, ledger):
             welcome = client.welcome
-            assert (welcome.engine_id, welcome.card.model, welcome.card.num_blocks) == ("e7", "tiny", 64)
+            assert (welcome.engine_id, welcome.card.model, welcome.card.num_blocks) == ("e7", "tiny", 256)
             assert welcome.tokenizer.tokenizer_json.startswith("{")
             stream = client.submit(submit("r1", max_tokens=100))
             await first_delta(stream)
@@ -72,7 +76,7 @@ def test_a_killed_process_has_its_closed_requests_in_the_journal_of_the_next(tmp
             await collect(stream)
             stream.close(wire.Close("r1", 200))
             await ledger.next()
-            running = client.submit(submit("r2", max_tokens=400))
+            running = client.submit(submit("r2", max_tokens=LONG))
             await first_delta(running)
             process.kill()
             with pytest.raises(EngineLost):
@@ -101,7 +105,7 @@ child.wait()
 
 
 def test_a_process_ends_when_its_parent_is_killed_also_where_hangups_are_ignored(tmp_path):
-    write_hf_dir(tmp_path / "model")
+    write_hf_dir(tmp_path / "model", config=MODEL)
     argv = [sys.executable, "-c", ORPHANING, *command(tmp_path, tmp_path / "model")]
     parent = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
@@ -109,7 +113,7 @@ def test_a_process_ends_when_its_parent_is_killed_also_where_hangups_are_ignored
 
     async def stream_and_orphan():
         async with live_client(tmp_path) as client:
-            stream = client.submit(submit("r1", max_tokens=400))
+            stream = client.submit(submit("r1", max_tokens=LONG))
             await first_delta(stream)
             parent.kill()
             parent.wait()

@@ -105,7 +105,7 @@ def test_a_gateway_that_cannot_start_says_why_and_ends_with_1(settings: Settings
         broken = replace(settings, database_url="sqlite+aiosqlite:////nowhere/at/all.db")
         process = subprocess.run(
             [sys.executable, "-m", "gateway.main", "--listen-fd", str(listener.fileno()), "--index", "3"],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, pass_fds=(listener.fileno(),),
+            cwd=ROOT, capture_output=True, text=True, timeout=300, pass_fds=(listener.fileno(),),
             env={**os.environ, **broken.to_env()},
         )  # fmt: skip
 

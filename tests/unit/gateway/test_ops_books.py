@@ -105,3 +105,11 @@ def test_a_backup_taken_while_serving_holds_and_what_it_lacks_is_delivered_again
 def test_a_backup_into_a_folder_that_has_something_is_refused(home: JournaledHome, tmp_path: Path):
     code, message = tenora("backup", str(home.home), "--home", str(home.home))
     assert (code, "is not empty" in message) == (1, True)
+
+
+def test_a_backup_that_fails_leaves_nothing_that_could_be_taken_for_one(home: JournaledHome, tmp_path: Path):
+    away = "postgresql://127.0.0.1:1/tenora"
+    code, message = tenora("backup", str(tmp_path / "copy"), "--home", str(home.home), "--database-url", away)
+
+    assert (code, "pg_dump" in message) == (1, True)
+    assert not (tmp_path / "copy").exists()

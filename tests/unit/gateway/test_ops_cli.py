@@ -263,3 +263,10 @@ def test_alerts_are_set_as_a_list_of_percentages(server: OpsServer) -> None:
     assert ask(server, "tenant", "set", "alerted", "spend_alerts=90")["limits"]["spend_alerts"] == [90]
     wrong = tenora("tenant", "set", "alerted", "spend_alerts=most", "--home", str(server.home), "--ops-url", server.url)
     assert wrong.returncode == 2
+
+
+def test_what_was_set_is_shown(server: OpsServer) -> None:
+    ask(server, "tenant", "create", "seen")
+    where = ["--home", str(server.home), "--ops-url", server.url]
+    told = CliRunner().invoke(main, ["tenant", "set", "seen", "billing_anchor_day=7", "weight=2", *where]).stdout
+    assert [line.split()[-2:] for line in told.splitlines()] == [["BILLING_ANCHOR_DAY", "WEIGHT"], ["7", "2"]]

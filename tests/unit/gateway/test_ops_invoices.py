@@ -136,6 +136,7 @@ def test_invoices_from_the_command_line(server: OpsServer, ops: httpx.Client, tm
     invoice = json.loads(tenora("invoice", "issue", "cli", "2026-01", "--json"))
     assert invoice["number"] in tenora("invoice", "list", "--tenant", "cli")
     assert "output_tokens" in tenora("invoice", "show", invoice["id"])
+    assert tenora("invoice", "show", invoice["number"], "--json") == tenora("invoice", "show", invoice["id"], "--json")
     assert tenora("invoice", "show", invoice["id"], "--format", "csv").startswith("line,kind,")
     assert tenora("invoice", "show", invoice["id"], "--format", "focus").startswith("BilledCost,")
     tenora("invoice", "show", invoice["id"], "--format", "html", "--output", str(tmp_path / "out.html"))

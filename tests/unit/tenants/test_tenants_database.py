@@ -1,12 +1,13 @@
 """What a database's URL may say beside where it is."""
 
 import asyncio
+import socket
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from tenants.database import Database
+from tenants.database import DEAD_PEER_S, Database
 from tests.stores import PostgresServer
 
 
@@ -50,3 +51,28 @@ def test_an_error_that_a_log_may_show_has_no_values_of_its_statement(with_databa
         assert "secret" not in str(caught.value)
 
     with_database(body)
+
+
+def test_a_peer_that_is_gone_without_a_word_is_found_out_in_seconds(postgres: PostgresServer):
+    async def main() -> tuple[int, int, int]:
+        database = Database(postgres.url("postgres"))
+        await database.start()
+        try:
+            async with database.session() as session:
+                raw = await (await session.connection()).get_raw_connection()
+                peer = raw.driver_connection._transport.get_extra_info("socket")
+                return (
+                    peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                    peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+                    peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+                )
+        finally:
+            await database.close()
+
+    assert asyncio.run(main()) == (1, DEAD_PEER_S // 2, DEAD_PEER_S * 1000)
+
+
+def test_a_private_socket_is_left_as_it_is(postgres: PostgresServer):
+    url = f"postgresql://postgres@/postgres?host={postgres.folder}&port={postgres.port}"
+
+    assert asked(url, "SELECT 1") == "1"

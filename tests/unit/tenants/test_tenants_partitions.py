@@ -71,10 +71,17 @@ def test_rows_lie_in_their_months_and_the_books_hold_as_before(url: str):
                         await _script(database, statement)
             january = await issue(database, tenant, "2027-01")  # of two, since all end a day after they began
             assert [line.quantity for line in january.lines if line.meter == "requests"] == [2]
+            async with database.session() as session:
+                await begin_snapshot(session)
+                found = await audit(session, [], [])
+            assert {each.invariant for each in found.findings if each.breaches} <= {
+                "I9"
+            }  # nobody wrote what was cached
         finally:
             await database.close()
 
     asyncio.run(body())
+    migrations.check(url)
     migrations.downgrade(url, "-1")
     migrations.upgrade(url)
 
