@@ -59,7 +59,7 @@ async def _serve(options: argparse.Namespace, parent: int) -> None:
     sizes = {key: value for key, value in vars(options).items() if key in Options.__dataclass_fields__}
     built = build(Options(**{**sizes, "model": name, "source": source}), phases)
     identity = Identity(options.engine_id, built.card, built.tokenizer)
-    server = Server(identity, built.engine, journal, DiskTier(options.dir / "adapters"))
+    server = Server(identity, built.engine, journal, DiskTier(options.dir / "adapters", options.adapter_disk_bytes))
     stop = _watch_signals(parent)
     await server.start(options.socket)
     print(f"engine ready {options.engine_id}", flush=True)  # noqa: T201 (what the launcher waits for)
@@ -141,13 +141,29 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         dest="kv_memory_bytes",
         metavar="BYTES",
-        help="0: 1 GiB on a CPU, what is left on a GPU",
+        help="0: 1 GiB on a CPU, what is left on a GPU: engines that share one need it each",
     )
     add("--context", type=int, default=0, dest="context_tokens", metavar="TOKENS", help="0: the model's")
     add("--max-step-tokens", type=int, default=0, help="0: 512 on a CPU, 8192 on a GPU, 256 with --deterministic")
     add("--max-running", type=int, default=0, help="0: 64 on a CPU, 256 on a GPU")
     add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
+    add(
+        "--adapter-memory",
+        type=int,
+        default=2 << 30,
+        dest="host_adapter_bytes",
+        metavar="BYTES",
+        help="copies of adapters in the host's memory",
+    )
+    add(
+        "--adapter-disk",
+        type=int,
+        default=8 << 30,
+        dest="adapter_disk_bytes",
+        metavar="BYTES",
+        help="adapter files in --dir",
+    )
     add(
         "--deterministic",
         action="store_true",

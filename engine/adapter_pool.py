@@ -8,7 +8,10 @@ from msgspec import Struct
 
 from engine.wire.adapters import Tier
 
-MAX_LOADS_PER_STEP = 1  # moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns
+# Moving weights into a slot holds up everybody's tokens: a storm of adapters comes in turns. Counted are adapters, not
+# bytes: one can't be cut, whatever its size, and much of a load's time is the host's, a tensor at a time (84 MB to a
+# GPU: 2.3 ms, beside steps of 5), so that two small ones may take longer than a large one.
+MAX_LOADS_PER_STEP = 1
 
 
 class HostWeights(Protocol):
@@ -19,7 +22,7 @@ class HostWeights(Protocol):
 
 
 class SlotLoad(Struct, frozen=True):
-    """``weights`` go into ``slot`` before the next step; ``replaces``: another adapter's are still in it."""
+    """``weights`` go into ``slot`` before the next step; ``replaces``: another's may still be in it."""
 
     slot: int
     key: str
@@ -86,16 +89,16 @@ class _Slot:
     __slots__ = ("doomed", "generation", "key", "pins")
 
     def __init__(self) -> None:
-        self.key = ""  # '' = zeroed
+        self.key = ""  # '' = zeroed, or about to be
         self.generation = 0  # grows whenever the content changes
         self.pins = 0  # running sequences that use it
         self.doomed = False  # to be cleared with the last pin
 
 
 class AdapterPool:
-    """The slot table. A slot is *free* (zeroed), *pinned* (running sequences use it) or *idle* (kept for reuse,
-    least recently used out first). ``take_loads`` and ``take_clears`` name what the engine has to do before the
-    next step runs; until then a newly acquired slot's content isn't there."""
+    """The slot table. A slot is *free* (nobody's), *pinned* (running sequences use it) or *idle* (kept for reuse,
+    least recently used out first). ``take_loads`` names what the engine has to do before the next step runs; until
+    then a newly acquired slot's content isn't there. ``take_clear`` names a freed slot that still has its content."""
 
     def __init__(self, num_slots: int, host: HostTier) -> None:
         self.host = host
@@ -104,7 +107,7 @@ class AdapterPool:
         self._free = list(range(num_slots - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._loads: list[SlotLoad] = []
-        self._clears: list[int] = []
+        self._clears: OrderedDict[int, None] = OrderedDict()  # freed, not yet zeroed; oldest first
         self._retired: set[str] = set()
 
     @property
@@ -122,6 +125,10 @@ class AdapterPool:
     @property
     def num_resident(self) -> int:
         return len(self._slot_of)
+
+    @property
+    def has_clears(self) -> bool:
+        return bool(self._clears)
 
     def is_resident(self, key: str) -> bool:
         """In host memory, or in a slot that isn't about to be cleared: nothing needs to be fetched."""
@@ -194,9 +201,9 @@ class AdapterPool:
         loads, self._loads = self._loads, []
         return loads
 
-    def take_clears(self) -> list[int]:
-        clears, self._clears = self._clears, []
-        return clears
+    def take_clear(self) -> int:
+        """A slot to be zeroed, -1: none. One at a time, as loads: a tenant may delete all of its adapters at once."""
+        return self._clears.popitem(last=False)[0] if self._clears else -1
 
     def check_invariants(self, pins: dict[int, int]) -> None:
         """``pins``: slot → number of running sequences that use it."""
@@ -216,9 +223,10 @@ class AdapterPool:
     def _place(self, key: str) -> int:
         weights = self.host.get(key)
         assert weights is not None, "an adapter without a host copy can't be loaded"
-        replaces = not self._free
         index = self._free.pop() if self._free else self._idle.popitem(last=False)[0]
         slot = self._slots[index]
+        replaces = bool(slot.key) or index in self._clears
+        self._clears.pop(index, None)
         if slot.key:
             del self._slot_of[slot.key]
         slot.key, slot.doomed = key, False
@@ -239,4 +247,4 @@ class AdapterPool:
         slot.key, slot.doomed = "", False
         slot.generation += 1
         self._free.append(index)
-        self._clears.append(index)
+        self._clears[index] = None

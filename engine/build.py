@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from engine import wire
-from engine.config import EngineConfig
+from engine.config import HOST_ADAPTER_BYTES, EngineConfig
 from engine.engine import Engine
 from engine.gpu.plain_torch import without_kernel
 from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
 from engine.memory import copy_bytes_s, keep_freed_memory
-from engine.memory_account import MemoryAccount, account
+from engine.memory_account import MemoryAccount, account, says_what_to_do
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
 from engine.phases import Phases
@@ -48,6 +48,7 @@ class Options:
     max_running: int = 0
     adapter_slots: int = 0
     max_adapter_rank: int = 64
+    host_adapter_bytes: int = HOST_ADAPTER_BYTES
     deterministic: bool = False
 
 
@@ -58,6 +59,7 @@ class Built:
     tokenizer: wire.TokenizerCard
 
 
+@says_what_to_do()
 def build(options: Options, phases: Phases | None = None) -> Built:
     """Loads the model and allocates everything. Raises UnsupportedModel, ValueError for impossible sizes."""
     phases = phases or Phases()
@@ -131,6 +133,7 @@ def step_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device:
         adapter_slots=options.adapter_slots or adapter_slots,
         max_lora_rank=options.max_adapter_rank,
         deterministic=options.deterministic,
+        host_adapter_bytes=options.host_adapter_bytes,
     )
     if config.deterministic and device.type == "cuda":
         return _in_one_shape(options, config, without_kernel(model, dtype))
@@ -162,7 +165,7 @@ def account_of(model: Decoder, config: EngineConfig, device: torch.device) -> Me
 
 def _reserve(found: MemoryAccount, device: torch.device) -> int:
     """The allocator refuses more from here on → bytes for keys and values."""
-    logger.info("device memory: %s", found)
+    logger.info("device memory: %s; no more is taken (--kv-memory leaves room for another engine)", found)
     torch.cuda.set_per_process_memory_fraction(found.total / torch.cuda.mem_get_info(device)[1], device)
     return found.kv
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+HOST_ADAPTER_BYTES = 2 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -25,7 +27,7 @@ class EngineConfig:
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 4_000_000
     deterministic: bool = False
-    host_adapter_bytes: int = 2 << 30
+    host_adapter_bytes: int = HOST_ADAPTER_BYTES
     max_backfill: int = 16
     max_overtakes: int = 64
 

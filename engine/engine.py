@@ -101,7 +101,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step would do or tell something. False while all that is left waits for adapters."""
-        return self.scheduler.has_work or bool(self._outbox) or self._flight is not None
+        return self.scheduler.has_work or bool(self._outbox) or self._flight is not None or self.adapters.has_clears
 
     def step(self) -> StepResult:
         """One forward over everything that is due is launched, one lands (the one ahead, if there is one in the air);
@@ -167,9 +167,9 @@ class Engine:
 
     def forget_adapter(self, key: str) -> None:
         """A deleted version: gone from host memory and its slot with the last sequence that was here before, running,
-        queued or preempted."""
+        queued or preempted. The slot is zeroed by a step to come."""
         self.adapters.retire(key)
-        self._clear_slots()
+        self._drop_retired()
 
     def check_invariants(self) -> None:
         """Asserts what holds between steps."""
@@ -226,11 +226,15 @@ class Engine:
         return run_ns, bill
 
     def _load_adapters(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
-        """Moves the weights that the plan needs; requests whose weights don't fit fail and leave the plan."""
-        self._clear_slots()
+        """Moves the weights that the plan needs; requests whose weights don't fit fail and leave the plan. A step that
+        loads nothing zeroes a slot, if there is one to be zeroed."""
+        self._drop_retired()
         failed: dict[str, InvalidAdapter] = {}
         times_ns = []
-        for load in self.adapters.take_loads():
+        loads = self.adapters.take_loads()
+        if not loads and (slot := self.adapters.take_clear()) >= 0:
+            self._runner.clear_slot(slot)
+        for load in loads:
             begin_ns = self._clock()
             if load.replaces:
                 self._runner.clear_slot(load.slot)
@@ -272,7 +276,7 @@ class Engine:
                 self._end(sequence, "length")
 
     def _collect(self, landed: Flight | None, times: StepTimes) -> StepResult:
-        self._clear_slots()
+        self._drop_retired()
         events = self._outbox.take()
         wanted = self.scheduler.waiting.take_wanted()
         # what comes after it belongs to the step in the air
@@ -304,7 +308,5 @@ class Engine:
             del self._requests[request.request_id]
             self._unstarted.discard(request.request_id)
 
-    def _clear_slots(self) -> None:
+    def _drop_retired(self) -> None:
         self.adapters.drop_retired(self.scheduler.waiting.num_of_adapter)
-        for slot in self.adapters.take_clears():
-            self._runner.clear_slot(slot)

@@ -32,8 +32,9 @@ def read_prompts(submit: wire.Submit, config: EngineConfig, model: ModelInfo) ->
         raise InvalidRequest("a request needs a prompt, a choice and no negative max_tokens")
     if submit.adapter_key and config.adapter_slots == 0:
         raise InvalidRequest("this engine has no adapter slots")
-    if any(not 0 <= token < model.vocab_size for token in sampling.logit_bias):
-        raise InvalidRequest("logit_bias names a token that the model doesn't have")
+    for name, tokens in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        if any(not 0 <= token < model.vocab_size for token in tokens):  # an index into the logits: the step would break
+            raise InvalidRequest(f"{name} names a token that the model doesn't have")
     prompts = [_prompt_ids(prompt, model.vocab_size) for prompt in submit.prompts]
     room = min(config.context_tokens, config.pool_tokens) - (sampling.max_tokens > 0)
     longest = max(map(len, prompts))

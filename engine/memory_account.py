@@ -1,6 +1,8 @@
 """What a GPU's memory is for, reckoned before it is taken: weights, adapters, the work of a step, graphs, and the rest
 for keys and values."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,11 +10,16 @@ import torch
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
+from engine.runner import SCORE_ROWS
 from kernels.quantised_linear import WIDE_BYTES
 from kernels.sgmv import RANK_MULTIPLE
 
 USED_SHARE = 0.92  # of the device; the rest is for the driver, libraries and what others take
 LIBRARY_BYTES = 512 << 20  # workspaces of cuBLAS, compiled kernels
+ADVICE = (
+    "An engine takes what is left of a GPU unless --kv-memory says how much is for keys and values: engines that share "
+    "one need it each, the first one too"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +41,21 @@ class MemoryAccount:
         there is, or less than ``least``."""
         if max(wanted, least) > self.kv:
             said = f"{wanted / 1e9:.2f} GB are asked for" if wanted else "something else has the rest of the device"
-            raise ValueError(
-                f"no room for keys and values: {said}; {self} would be it. Give --kv-memory to share a GPU"
-            )
+            raise ValueError(f"no room for keys and values: {said}; {self} would be it. {ADVICE}")
         return replace(self, kv=wanted or self.kv)
 
     def __str__(self) -> str:
         parts = ("weights", "adapters", "step", "graphs", "kv")
         return ", ".join(f"{name} {getattr(self, name) / 1e9:.2f} GB" for name in parts)
+
+
+@contextmanager
+def says_what_to_do() -> Iterator[None]:
+    """Around what a start allocates. Raises ValueError for a GPU that has no room for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"no room on the GPU: {str(error).partition(' GPU ')[0]} {ADVICE}") from error
 
 
 def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
@@ -52,16 +66,17 @@ def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 
 
 def step_bytes(model: Decoder, config: EngineConfig) -> int:
-    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows and the
-    sampler's sorted copies of them, what weights of 8 bits, if any, are multiplied out into (once more in captured
-    steps)."""
+    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows (those that
+    draw, or those of a prompt that are scored at a time) and sorted copies of them, what weights of 8 bits, if any, are
+    multiplied out into (once more in captured steps)."""
     said, dtype = model.config, model.embedding.dtype
     heads = (said.attention.num_heads + 2 * said.attention.num_kv_heads) * said.attention.head_dim
     widest = max(3 * said.intermediate_size, 2 * heads)
     per_token = (4 * said.hidden_size + widest) * dtype.itemsize
     per_row = said.vocab_size * (dtype.itemsize + 40)
+    num_rows = max(config.max_sequences, SCORE_ROWS)
     widened = 2 * WIDE_BYTES if model.is_quantised else 0
-    return config.max_step_tokens * per_token + config.max_sequences * per_row + widened
+    return config.max_step_tokens * per_token + num_rows * per_row + widened
 
 
 def account(model: Decoder, config: EngineConfig, device: torch.device, graph_bytes: int) -> MemoryAccount:

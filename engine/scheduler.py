@@ -84,6 +84,12 @@ class _Draft:
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores, sequence.num_preemptions, again))
         self.budget -= num_tokens
 
+    def add_decode(self, sequence: Sequence, start: int) -> None:
+        """As ``add`` of the last known token, which no score needs, without its calls."""
+        again = sequence.num_given_back > start
+        self.chunks.append(Chunk(sequence, start, 1, sequence.limit > 0, False, sequence.num_preemptions, int(again)))
+        self.budget -= 1
+
     def add_prefills(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if self.budget == 0:
@@ -173,9 +179,9 @@ class Scheduler:
         meanwhile."""
         block_size, has_followers = self.config.block_size, self.waiting.has_followers
         for chunk in plan.chunks:
-            sequence, end = chunk.sequence, chunk.end
             if not chunk.is_live:
                 continue
+            sequence, end = chunk.sequence, chunk.end
             if sequence.adapter_slot >= 0:
                 generation = self.adapters.generation(sequence.adapter_slot)
                 assert generation == sequence.slot_generation, f"{sequence} ran on another adapter's slot"
@@ -219,7 +225,7 @@ class Scheduler:
             elif token_ids[-1] == PENDING and _is_last(sequence, self.config.context_tokens):
                 pass
             elif start < len(sequence.block_table) * block_size or self._has_next_block(sequence, draft):
-                draft.add(sequence, start, 1)
+                draft.add_decode(sequence, start)
                 if sequence.num_charged_tokens <= start:
                     sequence.num_charged_tokens = start + 1
                     charged.append(sequence)

@@ -51,6 +51,8 @@ class EngineSizes:
     max_running: int | None = None
     adapter_slots: int | None = None
     max_adapter_rank: int | None = None
+    adapter_memory: int | None = None  # bytes
+    adapter_disk: int | None = None  # bytes
     threads: int | None = None
     journal_keep_days: int | None = None
     journal_keep_bytes: int | None = None
@@ -274,6 +276,8 @@ def _size_options() -> list[click.Option]:
         _option("--max-running", type=_POSITIVE, help="Sequences in one step."),
         _option("--adapter-slots", type=_POSITIVE, help="Adapters on the device at once."),
         _option("--max-adapter-rank", type=_POSITIVE, help="Largest LoRA rank."),
+        _option("--adapter-memory", type=_POSITIVE, help="Bytes of adapters kept in host memory by an engine [2 GiB]."),
+        _option("--adapter-disk", type=_POSITIVE, help="Bytes of adapters kept on disk by an engine [8 GiB]."),
         _option("--threads", type=_POSITIVE, help="CPU threads of an engine."),
         _option("--journal-keep-days", type=_POSITIVE, help="Days that usage journals are kept for audits [90]."),
         _option("--journal-keep-bytes", type=_POSITIVE, help="Bytes of each usage journal kept at most [8 GiB]."),

@@ -21,7 +21,7 @@ def run(connection: Connection) -> None:
         render_as_batch=connection.dialect.name == "sqlite",  # SQLite changes a table by copying it
         render_item=render_item,
         include_name=lambda name, kind, _: not (kind == "table" and name in parts.children),
-        include_object=lambda one, _, kind, *__: not (kind == "unique_constraint" and one.table.name in parts.parents),
+        include_object=parts.is_to_be_looked_at,
     )
     with context.begin_transaction():
         context.run_migrations()
@@ -32,6 +32,9 @@ class Partitions(NamedTuple):
 
     parents: frozenset[str] = frozenset()
     children: frozenset[str] = frozenset()
+
+    def is_to_be_looked_at(self, one: Any, _name: str | None, kind: str, *_: Any) -> bool:
+        return not (kind == "unique_constraint" and one.table.name in self.parents)
 
 
 def partitions(connection: Connection) -> Partitions:

@@ -65,7 +65,7 @@ class EngineClient:
         self._failed_record = 0  # 0 = none; of this delivery nothing behind it is taken
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def connected(self) -> bool:
@@ -79,12 +79,13 @@ class EngineClient:
     async def start(self) -> None:
         """Begins to connect, and to connect again, until ``close``. Returns at once."""
         assert not self._tasks, "started twice"
-        self._spawn("connect", self._keep_connected())
-        self._spawn("records", self._take_records())
+        for name, work in (("connect", self._keep_connected()), ("records", self._take_records())):
+            self._tasks.append(asyncio.create_task(work, name=f"engine client {name}"))
 
     async def close(self) -> None:
         """Drops the connection; streams that are left raise EngineLost."""
-        connection, tasks = self._connection, list(self._tasks.values())
+        connection, tasks = self._connection, [*self._tasks, *self._supply.drop()]
+        self._tasks.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -192,6 +193,7 @@ class EngineClient:
         self._connection = self.welcome = None
         self._records.clear()  # unacknowledged: they come again
         self._last_record = self._failed_record = 0
+        self._supply.drop()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.drop()
@@ -218,9 +220,7 @@ class EngineClient:
                 if reply is not None and not reply.done():
                     reply.set_result(message)
             case wire.AdapterWanted():
-                name = f"adapter {message.adapter_key}"
-                if name not in self._tasks:
-                    self._spawn(name, self._supply.give(connection, message.adapter_key))
+                self._supply.wanted(connection, message.adapter_key)
 
     def _welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
         if welcome.version not in wire.ACCEPTED_VERSIONS:
@@ -269,8 +269,3 @@ class EngineClient:
         except Exception:
             logger.exception("record %d was not taken; it will come again", record.number)
             self._failed_record = record.number
-
-    def _spawn(self, name: str, coroutine) -> None:
-        task = asyncio.create_task(coroutine, name=f"engine client {name}")
-        self._tasks[name] = task
-        task.add_done_callback(lambda _: self._tasks.pop(name, None))

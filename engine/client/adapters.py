@@ -31,9 +31,23 @@ class AdapterSupply:
     def __init__(self, source: AdapterSource | None) -> None:
         self._source = source
         self._sending = asyncio.Semaphore(MAX_ADAPTERS_SENT_AT_ONCE)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def give(self, connection: Connection, key: str) -> None:
-        """Answers an AdapterWanted: the file in chunks, or why not."""
+    def wanted(self, connection: Connection, key: str) -> None:
+        """Answers an AdapterWanted beside all else, once at a time for a key: its chunks come in order."""
+        if key not in self._tasks:
+            task = self._tasks[key] = asyncio.create_task(self._give(connection, key), name=f"adapter {key[:12]}")
+            task.add_done_callback(lambda done: self._tasks.pop(key, None) if self._tasks.get(key) is done else None)
+
+    def drop(self) -> list[asyncio.Task[None]]:
+        """The connection is gone, and what was being given on it: the next one may want the same. They end soon."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _give(self, connection: Connection, key: str) -> None:
+        """The file in chunks, or why not."""
         try:
             async with self._sending:
                 file = None if self._source is None else await self._source(key)

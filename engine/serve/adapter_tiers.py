@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -205,7 +205,7 @@ class AdapterTiers:
 
     def want(self, key: str) -> None:
         """The engine has no host copy and a request waits for one."""
-        if key not in self._tasks:
+        if key not in self._tasks or self._tasks[key].done():  # one that is over is of a need before
             task = self._tasks[key] = asyncio.create_task(self._bring(key), name=f"adapter {key[:12]}")
             task.add_done_callback(lambda done: self._tasks.pop(key, None) if self._tasks.get(key) is done else None)
 
@@ -252,6 +252,9 @@ class AdapterTiers:
             if error.errno in NO_ROOM:
                 self._disk.shed()
             self._failed(key, "adapter_delayed", "the engine has no room for the adapter at the moment")
+        except Exception:  # whatever it is (no pinned memory left …): nobody is to wait for ever
+            logger.exception("adapter %.12s can't be brought", key)
+            self._failed(key, "adapter_delayed", "the engine can't take the adapter at the moment")
 
     async def _weights(self, key: str) -> HostWeights:
         found = self._disk.find(key)
@@ -303,18 +306,20 @@ class AdapterTiers:
     async def _receive_file(self, key: str, fetch: _Fetch) -> str:
         """Writes chunks to the staging file as they come: its hash, or '' when the gateway went away. Raises
         FetchFailed when they don't make the file that they announce."""
-        staged, digest, num_bytes = self._disk.staging(key), hashlib.sha256(), 0
+        digest, num_bytes = hashlib.sha256(), 0
+        staged = self._disk.staging(key)
         staged.unlink(missing_ok=True)
         first = chunk = await fetch.take()
-        while chunk is not None and first is not None:
-            same_file = (chunk.sha256, chunk.total_bytes) == (first.sha256, first.total_bytes)
-            if not same_file or not _fits(chunk, num_bytes):
-                raise FetchFailed("adapter_corrupt", "the adapter's chunks don't fit together")
-            num_bytes += len(chunk.data)
-            await self._off_loop(_take_in, chunk.data, digest, staged)
-            if num_bytes == first.total_bytes:
-                break
-            chunk = await fetch.take()
+        with staged.open("wb") as file:  # once: what is still being written when this is given up goes with the file
+            while chunk is not None and first is not None:
+                same_file = (chunk.sha256, chunk.total_bytes) == (first.sha256, first.total_bytes)
+                if not same_file or not _fits(chunk, num_bytes):
+                    raise FetchFailed("adapter_corrupt", "the adapter's chunks don't fit together")
+                num_bytes += len(chunk.data)
+                await self._off_loop(_take_in, chunk.data, digest, file)
+                if num_bytes == first.total_bytes:
+                    break
+                chunk = await fetch.take()
         if chunk is None:
             return ""
         if digest.hexdigest() != chunk.sha256:
@@ -330,7 +335,6 @@ def _fits(chunk: wire.AdapterChunk, offset: int) -> bool:
     return chunk.offset == offset and len(chunk.data) > 0 and end <= chunk.total_bytes <= MAX_ADAPTER_BYTES
 
 
-def _take_in(data: bytes, digest, staged: Path) -> None:
+def _take_in(data: bytes, digest, file: BinaryIO) -> None:
     digest.update(data)
-    with staged.open("ab") as file:
-        file.write(data)
+    file.write(data)

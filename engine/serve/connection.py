@@ -11,7 +11,7 @@ from engine import wire
 
 logger = logging.getLogger("engine.connection")
 
-MAX_BUFFERED_BYTES = 8 << 20  # of what a gateway hasn't read; over it, it loses its streams
+MAX_BUFFERED_BYTES = 8 << 20  # of what a gateway hasn't read, beside the largest message of it; over it, it is cut off
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid (unix(7))
 
 
@@ -33,6 +33,7 @@ class Connection(asyncio.Protocol):
         self._frames = wire.Frames()
         self._transport: asyncio.Transport | None = None
         self._num_holds = 0
+        self._largest_bytes = 0  # of the messages since the buffer was empty: a long prompt's scores are 10 MB and more
 
     @property
     def is_gateway(self) -> bool:
@@ -71,11 +72,14 @@ class Connection(asyncio.Protocol):
         """Queues a message; dropped when the connection is gone. A peer that doesn't read is disconnected."""
         if self._transport is None or self._transport.is_closing():
             return
-        if self.buffered_bytes > MAX_BUFFERED_BYTES:
+        buffered = self.buffered_bytes
+        if buffered > MAX_BUFFERED_BYTES + self._largest_bytes:
             logger.warning("closed the connection of %r: it doesn't read", self.name)
             self._transport.abort()
             return
-        self._transport.write(wire.encode(message))
+        data = wire.encode(message)
+        self._largest_bytes = max(len(data), self._largest_bytes if buffered else 0)
+        self._transport.write(data)
 
     def hold(self) -> None:
         """Stops reading until as many ``release`` have come: its sender waits then."""

@@ -1,6 +1,7 @@
 """Requests with a grammar wait here until it is compiled, beside the steps; all that is said of them waits too."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +10,12 @@ from engine.errors import InvalidGrammar
 from engine.grammar import Compiler, Grammar
 from engine.serve.step_thread import StepThread
 
+logger = logging.getLogger("engine.grammar")
+
 DEADLINE_S = 5.0  # the gateway has compiled it before, within one second
 MAX_WAITING = 256
 NUM_THREADS = 2
+REASONS = ("slow_mask", "too_complex")
 
 
 class GrammarGate:
@@ -71,6 +75,9 @@ class GrammarGate:
             self._refuse(submit, error.code, str(error))
         except TimeoutError:
             self._refuse(submit, InvalidGrammar.code, f"its grammar is not compiled within {DEADLINE_S:g} s")
+        except Exception:  # whatever it is: the request is not to wait for ever
+            logger.exception("a grammar can't be compiled")
+            self._refuse(submit, InvalidGrammar.code, "its grammar can't be compiled")
         else:
             self._steps.submit(submit, grammar)
             for call, args in self._held.pop(submit.request_id):
@@ -82,6 +89,3 @@ class GrammarGate:
     def _refuse(self, submit: wire.Submit, code: str, message: str) -> None:
         del self._held[submit.request_id]
         self._reject(submit.request_id, code, message)
-
-
-REASONS = ("slow_mask", "too_complex")

@@ -97,12 +97,11 @@ class Server:
         socket_path.chmod(0o600)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses what is new, lets what runs finish, delivers the records. Ends what is left at the timeout."""
+        """Refuses what is new, lets what runs finish, delivers the records: until the timeout, or until it breaks."""
         self.draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._until_quiet()
-                await self._records.settle()
+        finishing = asyncio.create_task(self._finish())
+        await asyncio.wait({finishing, self.broken}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finishing.cancel()
 
     async def stop(self) -> None:
         """Ends everything; requests that are left are journaled as lost."""
@@ -259,6 +258,10 @@ class Server:
         own = _families(self._open, num_gateways, self._records)
         told = [*with_disk_tier(families, self._disk), *self._gate.families(), *own]
         connection.send(wire.StatsReply(seq, told, self._last_refusal))
+
+    async def _finish(self) -> None:
+        await self._until_quiet()
+        await self._records.settle()
 
     async def _until_quiet(self) -> None:
         while len(self._open):

@@ -6,7 +6,7 @@ Each setting is a capture of its own; the graphs are replayed in turn, so that a
 A setting whose logits differ by a bit from those of the first ("off") fails. FOLDER/gpu_decode_step.json has the
 medians; FOLDER/layer_NAME.txt what each launch of a layer takes, and the gap before it.
 
-What is predicted, and why: ops/bench/NOTES.md, "A decode step".
+What is predicted, and why: ops/bench/HISTORY.md, "A decode step".
 """
 
 import argparse

@@ -35,7 +35,7 @@ def _tiles_of_32_ranks() -> list[Trial]:
             {"sgmv_vector": {"block_k": k, "shrink_warps": warps, "block_n": n, "expand_warps": few_warps, "pdl": 1}},
             cases,
         )
-        for k, warps, n, few_warps in ((1024, 8, 512, 2), (1024, 8, 256, 1), (2048, 16, 512, 2))
+        for k, warps, n, few_warps in ((1024, 8, 256, 1), (2048, 16, 512, 2))
     ]
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import resource
+import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from live_engine import PATIENCE_S, canonical_file, collect, first_delta, live_client, live_server, submit, until
@@ -11,7 +13,8 @@ from tiny import tiny_adapter
 
 from engine import wire
 from engine.client import AdapterFile, EngineLost
-from engine.serve.adapter_tiers import DiskTier
+from engine.serve import adapter_tiers
+from engine.serve.adapter_tiers import AdapterTiers, DiskTier
 
 KEY = "ab" * 32
 PADDING = 3 * wire.ADAPTER_CHUNK_BYTES + 12345
@@ -205,6 +208,98 @@ def test_a_forgotten_adapter_leaves_the_disk_and_those_who_wait_for_it_are_told(
             await asyncio.wait_for(asked.wait(), PATIENCE_S)
             client.forget_adapter(KEY)
             assert (await collect(stream))[1].error_code == "adapter_unavailable"
+
+    asyncio.run(main())
+
+
+def test_what_is_being_written_of_an_adapter_that_is_forgotten_leaves_nothing_on_disk(tmp_path, monkeypatch):
+    store = Store(**{KEY: canonical_file(tmp_path / "a", tiny_adapter(1))})
+    writing, go_on = threading.Event(), threading.Event()
+    take_in = adapter_tiers._take_in
+
+    def held(*args) -> None:
+        writing.set()
+        assert go_on.wait(PATIENCE_S)
+        take_in(*args)
+
+    monkeypatch.setattr(adapter_tiers, "_take_in", held)
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=store.find) as client:
+            stream = client.submit(with_adapter("r1"))
+            await asyncio.to_thread(writing.wait)
+            client.forget_adapter(KEY)
+            assert (await collect(stream))[1].error_code == "adapter_unavailable"
+            go_on.set()
+
+    asyncio.run(main())
+    assert list((tmp_path / "adapters").iterdir()) == []
+
+
+def stocked(folder: Path) -> DiskTier:
+    """One that has the adapter."""
+    file = canonical_file(folder / "a", tiny_adapter(1))
+    disk = DiskTier(folder / "adapters")
+    file.path.replace(disk.staging(KEY))
+    disk.publish(KEY, file.sha256)
+    return disk
+
+
+def test_an_adapter_that_cannot_be_prepared_is_worth_another_try_and_nobody_waits_for_ever(tmp_path):
+    def prepare(weights):
+        raise RuntimeError("no pinned memory is left")
+
+    async def main():
+        told: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        tiers = AdapterTiers(
+            stocked(tmp_path), lambda key: None, lambda *ready: None, lambda *failed: told.put_nowait(failed), prepare
+        )
+        tiers.want(KEY)
+        key, code, _ = await asyncio.wait_for(told.get(), PATIENCE_S)
+        await tiers.close()
+        return key, code
+
+    assert asyncio.run(main()) == (KEY, "adapter_delayed")
+
+
+def test_an_adapter_that_is_wanted_again_as_soon_as_it_has_come_comes_again(tmp_path):
+    async def main():
+        came: asyncio.Queue[str] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def ready(key, weights) -> None:
+            came.put_nowait(key)
+            if came.qsize() == 1:
+                loop.call_soon(tiers.want, key)
+
+        tiers = AdapterTiers(stocked(tmp_path), lambda key: None, ready, lambda *failed: None, lambda weights: weights)
+        tiers.want(KEY)
+        await until(lambda: came.qsize() == 2, "the second time")
+        await tiers.close()
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_was_being_given_when_the_connection_dropped_is_given_on_the_next_one(tmp_path):
+    file = canonical_file(tmp_path / "a", tiny_adapter(1))
+    asked = asyncio.Event()
+
+    async def find(key: str) -> AdapterFile:
+        if not asked.is_set():
+            asked.set()
+            await asyncio.Event().wait()
+        return file
+
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path, adapter_source=find) as client:
+            lost = client.submit(with_adapter("r1"))
+            await asyncio.wait_for(asked.wait(), PATIENCE_S)
+            client._connection.abort()
+            with pytest.raises(EngineLost):
+                await collect(lost)
+            await client.ready(PATIENCE_S)
+            tokens, finished = await collect(client.submit(with_adapter("r2")))
+            assert (len(tokens), finished.error_code) == (8, "")
 
     asyncio.run(main())
 

@@ -1,5 +1,7 @@
 """The engine's promises to its callers: refusals, ends, aborts, adapters, usage, metrics."""
 
+from itertools import pairwise
+
 import pytest
 from arithmetic_peer import EOS, ArithmeticRunner, Driver, Weights, expected_output, make_engine, submit
 
@@ -369,7 +371,7 @@ def test_whoever_was_there_before_the_deletion_finishes_even_after_giving_way():
     assert [weights.key for weights in runner.slots if weights] == ["adapter-b"]
 
 
-def test_a_deleted_adapter_that_nobody_uses_is_gone_from_every_memory_at_once():
+def test_a_deleted_adapter_that_nobody_uses_is_gone_from_every_memory_with_the_next_step():
     engine, runner, driver = start()
     driver.add(submit("r", PROMPT, 2, adapter_key="adapter-a"))
     driver.run()
@@ -378,7 +380,31 @@ def test_a_deleted_adapter_that_nobody_uses_is_gone_from_every_memory_at_once():
     engine.forget_adapter("adapter-a")
 
     assert engine.adapters.residency() == {}
+    driver.step()
     assert runner.slots == [None] * 8
+    assert not engine.has_work
+
+
+def test_many_adapters_that_are_deleted_at_once_leave_their_slots_in_turns_so_that_no_stream_waits_for_all_of_them():
+    engine, runner, driver = start()
+    for number in range(6):
+        driver.add(submit(f"r{number}", PROMPT, 2, adapter_key=f"adapter-{number}", ignore_eos=True))
+    driver.run()
+    driver.add(submit("stream", PROMPT, 30, ignore_eos=True))
+    driver.step()
+
+    for number in range(6):
+        engine.forget_adapter(f"adapter-{number}")
+    filled = [sum(weights is not None for weights in runner.slots)]
+    driver.add(submit("new", PROMPT, 2, adapter_key="adapter-new", ignore_eos=True))
+    while engine.has_work:
+        driver.step()
+        filled.append(sum(weights is not None for weights in runner.slots))
+
+    assert (filled[0], filled[-1]) == (6, 1)
+    assert max(before - after for before, after in pairwise(filled)) == 1
+    assert [weights.key for weights in runner.slots if weights] == ["adapter-new"]
+    assert driver.outcomes["new"].reasons == {0: "length"}
 
 
 def test_an_adapter_that_left_host_memory_before_its_turn_is_wanted_again():

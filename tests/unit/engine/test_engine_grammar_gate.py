@@ -60,6 +60,22 @@ def test_a_grammar_that_cannot_be_compiled_is_rejected_with_its_reason_and_leave
     asyncio.run(main())
 
 
+def test_whatever_goes_wrong_with_a_grammar_its_request_is_answered_and_its_id_is_free(tmp_path, monkeypatch):
+    def broken(compiler: Compiler, text: str):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Compiler, "compile", broken)
+
+    async def main():
+        async with live_server(tmp_path) as server, live_client(tmp_path) as client:
+            _, answer = await collect(client.submit(held_to("r", DIGITS)))
+            assert isinstance(answer, wire.Rejected)
+            assert (answer.code, server.num_open) == ("invalid_grammar", 0)
+            assert len((await collect(client.submit(submit("r"))))[0]) == 8
+
+    asyncio.run(main())
+
+
 def test_others_are_served_while_a_grammar_is_compiled(tmp_path, monkeypatch):
     hold = Hold(monkeypatch)
 

@@ -1,8 +1,15 @@
 """A GPU's memory is shared out before it is taken."""
 
-import pytest
+from dataclasses import replace
 
-from engine.memory_account import MemoryAccount
+import pytest
+import torch
+from live_engine import CONFIG
+from tiny import tiny_config, tiny_weights
+
+from engine.memory_account import MemoryAccount, says_what_to_do, step_bytes
+from engine.models.decoder import Decoder
+from engine.runner import SCORE_ROWS
 
 GB = 10**9
 
@@ -31,3 +38,20 @@ def test_a_device_without_room_is_an_error_that_says_who_takes_what(left: int, w
 
     assert "weights 16.00 GB" in str(caught.value)
     assert "--kv-memory" in str(caught.value)
+
+
+def test_a_gpu_that_is_full_before_the_account_says_what_to_do_too():
+    with pytest.raises(ValueError, match=r"Tried to allocate 2\.00 GiB.*--kv-memory") as caught, says_what_to_do():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
+
+    assert "total capacity" not in str(caught.value)
+
+
+def test_a_prompt_can_be_scored_whatever_number_of_sequences_may_run():
+    model = Decoder(tiny_config(), tiny_weights())
+
+    one, as_many, more = (
+        step_bytes(model, replace(CONFIG, max_running=num)) for num in (1, SCORE_ROWS, 2 * SCORE_ROWS)
+    )
+
+    assert one == as_many < more

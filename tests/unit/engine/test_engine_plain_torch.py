@@ -66,6 +66,12 @@ def test_a_deterministic_engine_on_a_gpu_takes_no_more_tokens_a_step_than_its_on
     assert "computed as 1024 tokens" in caplog.text
 
 
+def test_an_engine_keeps_as_much_of_adapters_in_host_memory_as_it_is_told():
+    sizes = step_sizes(options(host_adapter_bytes=5000), tiny_config(), FLOAT, torch.device("cpu"))
+
+    assert sizes.host_adapter_bytes == 5000
+
+
 def test_a_deterministic_engine_on_a_cpu_has_the_sizes_of_any_other():
     assert step_sizes(options(), tiny_config(), FLOAT, torch.device("cpu")).max_step_tokens == 512
 

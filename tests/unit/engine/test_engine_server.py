@@ -23,6 +23,7 @@ from live_engine import (
 from engine import wire
 from engine.client import EngineLost
 from engine.journal import Journal
+from engine.serve.connection import MAX_BUFFERED_BYTES, Connection
 from engine.serve.step_thread import StepThread
 from engine.wire.journal import JournalCorrupt
 
@@ -257,6 +258,9 @@ def test_records_move_to_another_gateway_when_the_first_goes_away(tmp_path):
         {"prompts": [wire.pack_ids([-1])]},
         {"num_choices": 0},
         {"num_choices": -3},
+        {"sampling": wire.SamplingParams(8, min_tokens=4, stop_token_ids=(300,))},
+        {"sampling": wire.SamplingParams(8, min_tokens=4, stop_token_ids=(-1,))},
+        {"sampling": wire.SamplingParams(8, logit_bias={300: 1.0})},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -360,6 +364,38 @@ def test_a_gateway_that_does_not_read_loses_its_connection_and_nobody_else(tmp_p
             assert server.num_open == 1
             writer.transport.abort()
             del reader
+
+    asyncio.run(main())
+
+
+class Ignoring:
+    """A listener to whom nothing matters."""
+
+    def greeted(self, connection) -> None: ...
+    def received(self, connection, message) -> None: ...
+    def lost(self, connection) -> None: ...
+
+
+def test_one_large_message_cuts_off_nobody_who_reads_and_several_who_does_not(tmp_path):
+    """The scores of a prompt of 128k tokens are larger than all that is bounded beside them."""
+    large = wire.Finished("r", wire.Usage(), error_message="x" * (MAX_BUFFERED_BYTES + (1 << 20)))
+
+    async def main():
+        connection = Connection(Ignoring())
+        path = str(tmp_path / "e.sock")
+        server = await asyncio.get_running_loop().create_unix_server(lambda: connection, path)
+        reader, writer = await asyncio.open_unix_connection(path)
+        await until(lambda: connection._transport is not None, "the connection")
+        for message in (large, wire.Finished("next", wire.Usage())):
+            connection.send(message)
+        assert [await read_message(reader) for _ in range(2)] == [large, wire.Finished("next", wire.Usage())]
+        for _ in range(3):
+            connection.send(large)
+        assert connection._transport is not None
+        assert connection._transport.is_closing()
+        await until(lambda: connection._transport is None, "the end of the connection")
+        writer.close()
+        server.close()
 
     asyncio.run(main())
 
@@ -541,6 +577,19 @@ def test_an_engine_that_broke_breaks_its_server(tmp_path):
             server._steps.post([].pop)
             with pytest.raises(IndexError):
                 await asyncio.wait_for(asyncio.shield(server.broken), PATIENCE_S)
+
+    asyncio.run(main())
+
+
+def test_a_draining_engine_that_breaks_is_waited_for_no_longer(tmp_path):
+    async def main():
+        async with live_server(tmp_path) as server, live_client(tmp_path) as client:
+            await first_delta(client.submit(submit("r1", max_tokens=400)))
+            draining = asyncio.create_task(server.drain(timeout_s=10 * PATIENCE_S))
+            await asyncio.sleep(0)
+            server._steps.post(lambda: 1 / 0)
+            await asyncio.wait_for(draining, PATIENCE_S)
+            assert server.broken.done()
 
     asyncio.run(main())
 

@@ -23,7 +23,8 @@ LONG = 4000  # tokens, for what is to end before they are made
 def command(folder: Path, model: Path) -> list[str]:
     options = {"--socket": socket_of(folder), "--model": f"tiny={model}", "--dir": folder / "engine"}
     flat = [str(part) for pair in options.items() for part in pair]
-    return [sys.executable, "-m", "engine", *flat, "--threads", "1", "--kv-blocks", "256", "--engine-id", "e7"]
+    sizes = ["--threads", "1", "--kv-blocks", "256", "--adapter-memory", "100000", "--adapter-disk", "100000"]
+    return [sys.executable, "-m", "engine", *flat, *sizes, "--engine-id", "e7"]
 
 
 @contextmanager

@@ -133,8 +133,8 @@ def test_two_models_of_one_name_are_refused() -> None:
 
 
 def test_only_sizes_that_were_given_reach_the_engine(tmp_path: Path) -> None:
-    settings = parse("--home", str(tmp_path), "--kv-blocks", "64", "--deterministic")
-    assert settings.sizes.to_args() == ["--kv-blocks", "64", "--deterministic"]
+    given = ["--kv-blocks", "64", "--adapter-memory", "5000", "--adapter-disk", "6000", "--deterministic"]
+    assert parse("--home", str(tmp_path), *given).sizes.to_args() == given
 
 
 def test_only_settings_reads_the_environment() -> None:
