@@ -5,11 +5,16 @@ memory is holes. A byte-pair vocabulary, which is nearly all of a file, is there
 tokenizer that was made of the rest.
 """
 
-from typing import Any
+import json
 
 import msgspec
 from msgspec import Raw, Struct
 from tokenizers import Tokenizer, models
+
+_OPTIONS = (  # of models.BPE, under the names that files have for them
+    "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
+    "ignore_merges",
+)  # fmt: skip
 
 
 class _Kind(Struct):
@@ -21,38 +26,27 @@ class _AddedToken(Struct):
     id: int
 
 
-class _Bpe(Struct, omit_defaults=True):
-    """Field by field what ``models.BPE`` takes."""
-
-    vocab: dict[str, int]
-    merges: list[tuple[str, str] | str]
-    dropout: float | None = None
-    unk_token: str | None = None
-    continuing_subword_prefix: str | None = None
-    end_of_word_suffix: str | None = None
-    fuse_unk: bool = False
-    byte_fallback: bool = False
-    ignore_merges: bool = False
-
-
 def load_tokenizer(tokenizer_json: str) -> Tokenizer:
     """As ``Tokenizer.from_str`` makes it. Raises what that raises for a file that is none."""
     try:
         parts = msgspec.json.decode(tokenizer_json, type=dict[str, Raw])
         if msgspec.json.decode(parts["model"], type=_Kind).type != "BPE":
             return Tokenizer.from_str(tokenizer_json)
-        model = msgspec.json.decode(parts["model"], type=_Bpe)
         added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[_AddedToken])
+        model = _byte_pairs(parts["model"])
     except (msgspec.MsgspecError, KeyError):
         return Tokenizer.from_str(tokenizer_json)
     # an added token's id is that of the vocabulary, or else counted on from its end: here all find theirs in it
     small = {"type": "BPE", "vocab": {token.content: token.id for token in added}, "merges": []}
     parts["model"] = Raw(msgspec.json.encode(small))
     tokenizer = Tokenizer.from_str(msgspec.json.encode(parts).decode())
-    tokenizer.model = models.BPE(**_arguments(model))
+    tokenizer.model = model
     return tokenizer
 
 
-def _arguments(model: _Bpe) -> dict[str, Any]:
-    given = {name: value for name in model.__struct_fields__ if (value := getattr(model, name)) is not None}
-    return given | {"merges": [tuple(pair.split(" ")) if isinstance(pair, str) else pair for pair in model.merges]}
+def _byte_pairs(part: Raw) -> models.BPE:
+    """Raises KeyError where the vocabulary is missing."""
+    file = json.loads(bytes(part))  # msgspec would keep hundreds of the keys, and the memory around them
+    options = {name: file[name] for name in _OPTIONS if file.get(name) is not None}
+    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in file["merges"]]
+    return models.BPE(file["vocab"], merges, **options)  # pyright: ignore[reportArgumentType] (pairs)

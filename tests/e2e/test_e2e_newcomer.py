@@ -241,3 +241,23 @@ def test_its_webhooks_call_nothing_on_its_own_machine(smollm: Served):
     with smollm.http() as http:
         for url in ("http://127.0.0.1:9/", "https://127.0.0.1:8443/", "https://[::1]:8443/"):
             assert http.post("/webhooks", json={"url": url}).status_code == 400
+
+
+def test_a_gateway_of_the_real_model_stays_under_140_mb_whatever_it_is_asked(smollm: Served):
+    """A vocabulary of 49,152 tokens takes 10 MB; the tiny model's gateways are in test_e2e_metrics.py."""
+    weather = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    kinds = (
+        {},
+        {"stream": True, "logprobs": True, "top_logprobs": 5},
+        {"tools": [{"type": "function", "function": {"name": "weather", "parameters": weather}}]},
+        {"response_format": {"type": "json_object"}},
+    )
+    with smollm.http() as http:
+        for kind in kinds * 3:
+            body = {"model": DEFAULT_MODEL, "messages": QUESTION, "max_tokens": 2, **kind}
+            answer = http.post("/chat/completions", json=body, headers={"connection": "close"})
+            assert answer.status_code == 200, answer.text
+    resident_mb = [gateway.memory_info().rss / 1e6 for gateway in smollm.gateways()]
+
+    assert len(resident_mb) == 2
+    assert max(resident_mb) < 140, resident_mb
