@@ -15,7 +15,7 @@ _MINUTE_S = 60.0
 class FailedAttempts:
     """``record`` counts a failure and says when an address has failed too often; ``forgive`` takes one back.
 
-    It slows down who guesses, and hurts nobody else: a good key is never counted nor refused, whatever else comes from
+    It slows down who guesses, and hurts nobody else: a known key is never counted nor refused, whatever else comes from
     its address (a proxy's, say). Of more addresses than are remembered, those that failed least lately are forgotten.
     """
 
