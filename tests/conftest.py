@@ -1,7 +1,8 @@
 """Shared by all tests: one torch thread (two spinning threads on a busy machine cost seconds a step), the installation
-that several folders use, and which tests two workers take together and first."""
+that several folders use, the same numbers in each run, and which tests two workers take together and first."""
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: sharing.place(item.path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What draws tensors without a seed of its own gets the same in each run, whatever ran before in this worker."""
+    if "torch" in sys.modules:  # which most tests of the gateway never import
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)
