@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def test_an_address_that_is_not_this_machines_names_the_option() -> None:
         listen("192.0.2.1", 0, "--ops-port")
 
 
+@pytest.fixture
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home with a long path has its sockets there: under the machine's, an earlier run's would be in the way."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_own_temporary_folder")
 def test_the_folder_of_sockets_is_ours_alone(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "home", "")
     settings.run_dir.mkdir(parents=True, mode=0o777)
@@ -56,6 +64,7 @@ def test_a_home_is_one_supervisors_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.usefixtures("_own_temporary_folder")
 def test_a_link_in_place_of_the_folder_of_sockets_is_refused(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "home", "")
     settings.home.mkdir()
