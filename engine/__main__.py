@@ -5,12 +5,15 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import functools
 import logging
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+
+from engine.config import DISK_ADAPTER_BYTES, HOST_ADAPTER_BYTES
 
 DRAIN_S = 30.0
 SWITCH_INTERVAL_S = 0.0005  # the step thread waits no longer than this for the interpreter
@@ -135,12 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, help="0: cores - 1")
     add("--block-size", type=int, default=16, help="tokens")
     add("--kv-blocks", type=int, default=0, help="0: as many as --kv-memory holds")
-    add(
+    add_bytes = functools.partial(add, type=int, metavar="BYTES")
+    add_bytes(
         "--kv-memory",
-        type=int,
         default=0,
         dest="kv_memory_bytes",
-        metavar="BYTES",
         help="0: 1 GiB on a CPU, what is left on a GPU: engines that share one need it each",
     )
     add("--context", type=int, default=0, dest="context_tokens", metavar="TOKENS", help="0: the model's")
@@ -148,22 +150,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running", type=int, default=0, help="0: 64 on a CPU, 256 on a GPU")
     add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
-    add(
+    add_bytes(
         "--adapter-memory",
-        type=int,
-        default=2 << 30,
+        default=HOST_ADAPTER_BYTES,
         dest="host_adapter_bytes",
-        metavar="BYTES",
         help="copies of adapters in the host's memory",
     )
-    add(
-        "--adapter-disk",
-        type=int,
-        default=8 << 30,
-        dest="adapter_disk_bytes",
-        metavar="BYTES",
-        help="adapter files in --dir",
-    )
+    add_bytes("--adapter-disk", default=DISK_ADAPTER_BYTES, dest="adapter_disk_bytes", help="adapter files in --dir")
     add(
         "--deterministic",
         action="store_true",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 HOST_ADAPTER_BYTES = 2 << 30
+DISK_ADAPTER_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)

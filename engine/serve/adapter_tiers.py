@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from engine import wire
 from engine.adapter_pool import HostWeights
+from engine.config import DISK_ADAPTER_BYTES
 from engine.metering.stats import RESIDENT_FAMILY
 from engine.serve.fair_turns import FairTurns
 from engine.weights.adapter import AdapterWeights, read_adapter
@@ -28,7 +29,6 @@ from engine.weights.errors import CorruptAdapter
 
 logger = logging.getLogger("engine.adapters")
 
-DEFAULT_DISK_BYTES = 8 << 30
 MAX_ADAPTER_BYTES = 2 << 30
 MAX_QUEUED_CHUNKS = 8  # beyond it the gateway's socket isn't read until the disk has caught up
 FETCH_TIMEOUT_S = 30.0  # without any chunk
@@ -58,7 +58,7 @@ class FetchFailed(Exception):
 class DiskTier:
     """Canonical files ``KEY.SHA256.tnr``, least recently used out first, bounded in bytes; the newest stays."""
 
-    def __init__(self, folder: Path, max_bytes: int = DEFAULT_DISK_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int = DISK_ADAPTER_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._max_bytes = max_bytes
