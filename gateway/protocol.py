@@ -33,6 +33,33 @@ class Bounds:
 DEFAULT_BOUNDS = Bounds()
 
 
+class _OneWriteATurn:
+    """A transport that writes what it was given during a turn of the loop at the turn's end, in one piece: a head with
+    its body, the last chunk with the end of the stream. A write costs more than what it carries."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._call_soon(self._flush)
+        self._pieces.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str):
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._transport.write(b"".join(pieces))
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One connection. ``_due``: when, by the loop's clock, what is being received must be there; None: nothing is."""
 
@@ -45,7 +72,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
+        super().connection_made(_OneWriteATurn(transport))  # pyright: ignore[reportArgumentType]
         if len(self.connections) > self._bounds.max_connections:
             self._refuse(ApiError("This server has too many connections; try again.", code="overloaded"))
         else:

@@ -112,7 +112,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outgoing: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -138,9 +140,18 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def send(self, message: wire.ToEngine) -> None:
-        """Queues a message; dropped when the connection is gone."""
+        """Queues a message; dropped when the connection is gone. All of a turn of the loop are one write: each would
+        wake the engine."""
+        if self._transport is None or self.lost.done():
+            return
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(wire.encode(message))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
         if self._transport is not None and not self.lost.done():
-            self._transport.write(wire.encode(message))
+            self._transport.write(b"".join(outgoing))
 
     async def writable(self) -> None:
         """Waits until the peer has read most of what was sent. Raises EngineLost."""
