@@ -22,8 +22,9 @@ MIN_BYTES_PER_S = 1024  # of a body, on average
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What strangers may hold of a process. A head comes within ``receive_s`` of its first byte (of the connection's
-    start, for the first), a body stands still no longer than that and brings MIN_BYTES_PER_S on average; a connection
-    between requests is kept for ``idle_s``; a caller that takes nothing of its answer for ``send_s`` has left. Connections are counted together: a proxy's peers have one address."""
+    start, for the first), a body stands still no longer than that and brings MIN_BYTES_PER_S on average; who takes
+    nothing of an answer for ``send_s`` has left; a connection between requests is kept for ``idle_s``. Connections are
+    counted together: a proxy's peers have one address."""
 
     max_connections: int = 4096
     receive_s: float = 30.0

@@ -240,9 +240,7 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _text_prompts(
-    prompt: str | list[str | int | list[int]], body_bytes: int, text: TextSide
-) -> list[Prompt]:
+async def _text_prompts(prompt: str | list[str | int | list[int]], body_bytes: int, text: TextSide) -> list[Prompt]:
     """A text, a list of texts, a list of ids, or a list of lists of ids → lists of ids, none of them empty."""
     if isinstance(prompt, str):
         return [_not_empty(prompt_ids) for prompt_ids in await _encode([prompt], body_bytes, text)]

@@ -25,7 +25,16 @@ class EngineStream:
     ``submitted_ns`` and ``finished_ns`` are of this process's monotonic clock; 0 = not yet.
     """
 
-    __slots__ = ("_close_sent", "_connection", "_events", "_loop", "_waiter", "finished_ns", "request_id", "submitted_ns")
+    __slots__ = (
+        "_close_sent",
+        "_connection",
+        "_events",
+        "_loop",
+        "_waiter",
+        "finished_ns",
+        "request_id",
+        "submitted_ns",
+    )
 
     def __init__(self, request_id: str, connection: "Connection") -> None:
         self.request_id = request_id
