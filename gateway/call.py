@@ -167,7 +167,7 @@ def call_of(scope: Scope) -> Call:
     return scope["state"]["call"]
 
 
-def caller_left(scope: Scope) -> None:
+def caller_left(scope: Any) -> None:
     """The server's word that the connection of this request ended before its answer did."""
     call = scope.get("state", {}).get("call")
     if call is not None:
