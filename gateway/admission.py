@@ -55,7 +55,10 @@ class Admission:
         try:
             if self.closed:  # since it asked
                 raise ApiError("This server is shutting down.", code="draining")
-            async with self.credit.held(ticket):
+            if ticket.is_prepaid:
+                async with self.credit.held(ticket):
+                    yield ticket
+            else:
                 yield ticket
         finally:
             self.limiter.settle(ticket)

@@ -32,7 +32,7 @@ class Bookings:
     def _spent(self, booked: Booked) -> Reservation | None:
         """What it counts in the windows of its tenant's limits; None where there is none."""
         context = booked.request.context
-        budget = self.directory.budget_of(context.tenant_id, context.key_id)
+        budget = self.directory.budget_of(context.key_id)
         adapter = context.model.partition("@")[0] if context.adapter_version_id else ""
         began = context.admitted_unix_ns
         windows = budget.windows(context.key_id, context.base_model, adapter, began) if budget else ()

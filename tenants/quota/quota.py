@@ -43,10 +43,10 @@ class Limits:
 
     @property
     def unlimited(self) -> bool:
-        return all(getattr(self, name) is None for name in _RATES)
+        return self.requests_per_minute is None and self.tokens_per_minute is None and self.concurrent_requests is None
 
     def arguments(self) -> list[int]:
-        values = (getattr(self, name) for name in _RATES)
+        values = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         return [_NONE if value is None else value for value in values]
 
 
