@@ -30,6 +30,7 @@ from tenants.errors import TenantsError
 from tenants.key_repository import KeyRepository, OperatorRepository
 from tenants.limits import OPERATOR_SCOPES
 from tenants.pricing import default_prices
+from tenants.quota.quota import Quota
 from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.secrets import Secrets
 from tenants.tables import Tenant
@@ -132,7 +133,7 @@ async def open_stores(settings: Settings) -> OpsContext:
         await directory.start()
         on_failure.pop_all()
     blobs, serve = BlobStore(settings.blobs), settings.serve
-    return OpsContext(database, redis, secrets, directory, blobs, serve.issuer, serve.gpu_hour_picousd)
+    return OpsContext(database, redis, Quota(redis), secrets, directory, blobs, serve.issuer, serve.gpu_hour_picousd)
 
 
 def read_credentials(path: Path) -> Credentials:

@@ -28,6 +28,7 @@ from tenants.errors import (
     StoreUnavailable,
     UnsoundInvoice,
 )
+from tenants.quota.quota import Quota
 from tenants.secrets import Secrets
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class OpsContext:
 
     database: Database
     redis: Redis
+    quota: Quota
     secrets: Secrets
     directory: Directory
     blobs: BlobStore

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from tenants.errors import InvalidValue, ReservationClosed, SpendUnknown, StoreUnavailable
 from tenants.quota.budgets import KEPT_MS, Spend, Window
+from tenants.quota.script import Script
 
 LimitName: TypeAlias = Literal["requests_per_minute", "tokens_per_minute", "concurrent_requests", "spend"]
 SettleKind: TypeAlias = Literal["exact", "at_least", "void"]
@@ -119,7 +120,7 @@ class Quota:
         self._redis = redis
         self._deadline_s = deadline_s
         self._clock_ms = clock_ms
-        self._script = redis.register_script(_SCRIPT)
+        self._script = Script(redis, _SCRIPT, deadline_s)
 
     async def reserve(self, reservation: Reservation) -> Admitted | Refused:
         """All scopes or none. Asking again for the same (request_id, attempt) takes nothing more.
@@ -194,7 +195,7 @@ class Quota:
         summed = tuple(replace(window, limit_picousd=sums[window.name]) for window in reservation.spend.windows)
         keys, arguments = self._call("open", replace(reservation, spend=Spend(0, summed)), 0, mark, 0)
         members = [f"{request_id}:{reservation.attempt}" for request_id in booked]
-        (code,) = await self._in_time(self._script(keys=keys, args=[*arguments, *members]))
+        (code,) = await self._script(keys, [*arguments, *members])
         return code == 1
 
     async def ping(self) -> None:
@@ -204,21 +205,14 @@ class Quota:
     async def _renew_all(self, items: Sequence[tuple[Reservation, str, int]]) -> None:
         limited = [item for item in items if item[0].is_limited]
         if limited:
-            await self._in_time(self._renew(limited))
-
-    async def _renew(self, items: Sequence[tuple[Reservation, str, int]]) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for reservation, kind, attempt in items:
-                keys, arguments = self._call("renew", reservation, 0, kind, attempt)
-                await self._script(keys=keys, args=arguments, client=pipe)
-            await pipe.execute()
+            await asyncio.gather(*(self._script(*self._call("renew", each, 0, *how)) for each, *how in limited))
 
     async def _run(
         self, operation: str, reservation: Reservation, amount: int, kind: str = "", attempt: int = 0
     ) -> list[int]:
         assert amount >= 0, f"{operation} of {amount} tokens"
         keys, arguments = self._call(operation, reservation, amount, kind, attempt)
-        answer = await self._in_time(self._script(keys=keys, args=arguments))
+        answer = await self._script(keys, arguments)
         if answer[0] == _UNKNOWN:
             raise SpendUnknown(reservation.tenant_id)
         return answer

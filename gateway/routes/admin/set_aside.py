@@ -14,7 +14,7 @@ from tenants.errors import StoreUnavailable
 from tenants.ledger import Ledger
 from tenants.quota.alerts import AlertFold
 from tenants.quota.budgets import Spend
-from tenants.quota.quota import Quota, Reservation
+from tenants.quota.quota import Reservation
 from tenants.quota.wallet import WalletFold
 from tenants.slo.sums import SloFold
 from tenants.tables import RequestRecord, UnbookedRecord
@@ -80,7 +80,7 @@ async def _tell_the_store(request: Request, row: UnbookedRecord, picousd: int) -
     key_id = settled_of(row).context.key_id
     spent = Reservation(row.request_id, 0, row.tenant_id, key_id, 0, (), Spend(picousd, ()))
     with contextlib.suppress(StoreUnavailable):
-        await Quota(request.app.state.ops.redis).book(spent, row.attempt)
+        await request.app.state.ops.quota.book(spent, row.attempt)
 
 
 def _body(row: UnbookedRecord, state: RecordState) -> Body:
