@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.models.attention import Attention, KVCache, WholeNorms, inverse_frequencies
 from engine.models.config import SCALE, ModelConfig
-from engine.models.linear import Addend, Linear, LoraStep
+from engine.models.linear import Linear, LoraStep
 from engine.models.lora_slots import LoraSlots
 from engine.models.mlp import GatedMlp
 from engine.models.moe import MoeMlp, expert_uses, moe_mlp
@@ -30,11 +30,11 @@ class RmsNorm:
         self.weight = weight
         self.eps = config.rms_norm_eps
 
-    def __call__(self, x: Addend | None, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """Of ``residual``, to which x is added first, in place."""
         if x is None:
             return rms_norm(residual, self.weight, self.eps)
-        return add_rms_norm(x.product, residual, self.weight, self.eps, x.low)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +100,15 @@ class Layer:
         self.mlp = parts.mlp(config, weights, layer)
 
     def queries(
-        self, x: Addend | None, residual: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor
+        self, x: Tensor | None, residual: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, table: Tensor
     ) -> Tensor:
         """The part before attention. x: what ``residual`` lacks (``finish``), None: nothing; it grows in place."""
         return self.attention.queries(self.attention_norm(x, residual), batch, kv, lora, table)
 
-    def finish(self, seen: Tensor, residual: Tensor, lora: LoraStep) -> Addend:
-        """The part behind attention: seen [T, N_q, D] → what ``residual`` lacks then."""
-        x = self.attention.output.addend(seen.flatten(1), lora)
-        return self.mlp.addend(self.mlp_norm(x, residual), lora)
+    def finish(self, seen: Tensor, residual: Tensor, lora: LoraStep) -> Tensor:
+        """The part behind attention: seen [T, N_q, D] → what ``residual`` lacks then, see ``Linear.onto``."""
+        x = self.attention.output.onto(residual, seen.flatten(1), lora)
+        return self.mlp.onto(residual, self.mlp_norm(x, residual), lora)
 
     def linears(self) -> tuple[Linear | MoeMlp, ...]:
         return self.attention.qkv, self.attention.output, *self.mlp.linears()

@@ -30,15 +30,6 @@ class LoraStep:
         return self.slots.slices(layer, modules)
 
 
-@dataclass(frozen=True, slots=True)
-class Addend:
-    """What a residual [T, H] lacks: ``product`` [T, H], or parts of it [P, T, H] (``linear_parts``), and what adapters
-    add to that."""
-
-    product: Tensor
-    low: Low | None = None
-
-
 class Linear:
     """One or several modules with the same input, fused into one product, and their adapters. With ``scales`` their
     weights are of 8 bits; adapters see the input as it is in either case."""
@@ -71,22 +62,22 @@ class Linear:
             expand(y, low)
         return y
 
-    def addend(self, x: Tensor, lora: LoraStep) -> Addend:
-        """The product, in parts where that is faster, for the norm behind it to add to a residual."""
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """What ``residual`` [T, out] lacks then: [T, out], or, where that is faster, parts [P, T, out] for its norm to
+        add up; adapters have then added theirs to ``residual`` itself."""
+        if not isinstance(self.weight, LinearWeight) or (num_parts := parts_of(x, self.weight)) == 1:
+            return self(x, lora)
         self.num_calls += 1
-        return Addend(self._in_parts(x), self._low(x, lora))
+        low = self._low(x, lora)
+        if low is not None:
+            expand(residual, low)
+        return linear_parts(x, self.weight, num_parts)
 
     def apart(self, x: Tensor, lora: LoraStep) -> tuple[Tensor, Low | None]:
         """The base product [T, out], and what the adapters add to it, for who adds that on his way."""
         self.num_calls += 1
         y = self._multiply(x)
         return y, self._low(x, lora)
-
-    def _in_parts(self, x: Tensor) -> Tensor:
-        """[T, out], or parts [P, T, out]."""
-        if not isinstance(self.weight, LinearWeight) or (num_parts := parts_of(x, self.weight)) == 1:
-            return self._multiply(x)
-        return linear_parts(x, self.weight, num_parts)
 
     def _low(self, x: Tensor, lora: LoraStep) -> Low | None:
         slices = lora.slices(self.layer, self.modules)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.models.linear import Addend, Linear, LoraStep
+from engine.models.linear import Linear, LoraStep
 from kernels.silu_mul import silu_mul
 
 
@@ -16,9 +16,9 @@ class GatedMlp:
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
         return self.down(self._inner(x, lora), lora)
 
-    def addend(self, x: Tensor, lora: LoraStep) -> Addend:
-        """As of its last product."""
-        return self.down.addend(self._inner(x, lora), lora)
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """As of its last product: ``Linear.onto``."""
+        return self.down.onto(residual, self._inner(x, lora), lora)
 
     def _inner(self, x: Tensor, lora: LoraStep) -> Tensor:
         gate_up, low = self.gate_up.apart(x, lora)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig, MoeConfig
-from engine.models.linear import Addend, Linear, LoraStep
+from engine.models.linear import Linear, LoraStep
 from engine.models.mlp import GatedMlp
 from kernels.linear import LinearWeight, linear
 from kernels.moe import ExpertWeights, RoutingRule, combine, gather, grouped_linear, plan_experts, route
@@ -57,8 +57,9 @@ class MoeMlp:
         y = combine(grouped_linear(inner, self.down, plan), topk_weights, plan)
         return y if self.shared is None else y + self.shared(x, lora)
 
-    def addend(self, x: Tensor, lora: LoraStep) -> Addend:
-        return Addend(self(x, lora))
+    def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
+        """What ``residual`` lacks then, [T, H]."""
+        return self(x, lora)
 
     def linears(self) -> "tuple[Linear | MoeMlp, ...]":
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())

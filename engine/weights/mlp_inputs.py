@@ -8,7 +8,6 @@ from engine.batch import Batch
 from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, RmsNorm
-from engine.models.linear import Addend
 from engine.models.lora_slots import LoraSlots
 from engine.wire import TokenizerCard
 from kernels.paged_attention import plan_attention
@@ -28,7 +27,7 @@ class _Watched(RmsNorm):
         self.weight, self.eps = norm.weight, norm.eps
         self.mean: Tensor | None = None
 
-    def __call__(self, x: Addend | None, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | None, residual: Tensor) -> Tensor:
         y = super().__call__(x, residual)
         self.mean = y.float().mean(0)
         return y

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.qk_rope_kv import HeadNorms
-from kernels.tiles import power_of_2, tiles
+from kernels.rope.triton_kernel import rotated
+from kernels.tiles import is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def turned(
     if NORMS:
         m_half = o_half < HEAD_DIM // 2
         b_first, b_second = _normalised(b_first, b_second, p_norm, o_half, m_half, eps, HEAD_DIM, KIND)
-    return b_first * b_cosines - b_second * b_sines, b_second * b_cosines + b_first * b_sines
+    return rotated(b_first, b_second, b_cosines, b_sines)
 
 
 @triton.jit
@@ -73,8 +74,11 @@ def _qk_rope_kv(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
+    TRIGGERS: tl.constexpr,
 ):
     """Programs of axis 1: the query heads, the key heads, the value heads, each group in pieces of HEADS."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_token = tl.program_id(0).to(tl.int64)
     i_piece = tl.program_id(1).to(tl.int64)
     QUERY_PIECES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -158,6 +162,7 @@ def qk_rope_kv(
             HALF=power_of_2(head_dim // 2),
             HEADS=row["heads"],
             NORMS=norms is not None,
+            TRIGGERS=is_early("attend", heads.device),
             num_warps=row["num_warps"],
         )
     return out

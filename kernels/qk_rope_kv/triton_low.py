@@ -16,7 +16,7 @@ from kernels.qk_rope_kv.triton_kernel import store_halves, turned
 from kernels.sgmv import PartialLow
 from kernels.sgmv.triton_tables import rank_if_any, segment_at, slice_at, tile_of_b
 from kernels.sgmv.triton_vector import RANKS, add_ranks
-from kernels.tiles import early, power_of_2, tiles
+from kernels.tiles import early, is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -58,10 +58,13 @@ def _qk_rope_kv(
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tokens in the order of the segments; axis 1 as in triton_kernel.py. QUERY, KEY and VALUE: the numbers of their
     slices, -1: no adapter has it."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_place = tl.program_id(0).to(tl.int64)
     i_piece = tl.program_id(1).to(tl.int64)
     QUERY_PIECES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -173,6 +176,7 @@ def qk_rope_kv(
         RANKS=RANKS,
         MAX_RANK=max_rank,
         ALIGNED=low.is_aligned,
+        TRIGGERS=is_early("attend", heads.device),
         num_warps=row["num_warps"],
         **early("rope_low", heads.device),
     )

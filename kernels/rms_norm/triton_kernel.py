@@ -11,20 +11,6 @@ from kernels.tiles import power_of_2, tiles
 
 
 @triton.jit
-def store_normed(b_x, p_residual, p_weight, p_out, o_out, mask, o_size, eps, SIZE: tl.constexpr, ADDS: tl.constexpr):
-    """b_x [rows, columns], rounded; with ADDS first added to ``residual``. Both and ``out`` stand at ``o_out``."""
-    b_x = b_x.to(p_out.dtype.element_ty)
-    if ADDS:
-        b_x = (b_x.to(tl.float32) + tl.load(p_residual + o_out, mask=mask, other=0.0).to(tl.float32)).to(b_x.dtype)
-        tl.store(p_residual + o_out, b_x, mask=mask)
-    b_wide = b_x.to(tl.float32)
-    b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, 1) / SIZE + eps)
-    b_normed = (b_wide * b_scale[:, None]).to(b_x.dtype).to(tl.float32)
-    b_weight = tl.load(p_weight + o_size, mask=o_size < SIZE, other=0.0).to(tl.float32)
-    tl.store(p_out + o_out, (b_normed * b_weight[None, :]).to(p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _rms_norm(
     p_x,
     p_residual,
@@ -45,7 +31,8 @@ def _rms_norm(
     """Row i is x[i // num_inner, i % num_inner], or the sum of PARTS such; residual and out are contiguous."""
     i_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_size = tl.arange(0, BLOCK)
-    mask = (i_rows < num_rows)[:, None] & (o_size < SIZE)[None, :]
+    m_size = o_size < SIZE
+    mask = (i_rows < num_rows)[:, None] & m_size[None, :]
     o_x = (i_rows // num_inner) * stride_outer + (i_rows % num_inner) * stride_inner
     o_out = i_rows[:, None] * SIZE + o_size[None, :]
     p_own = p_x + o_x[:, None] + o_size[None, :]
@@ -53,7 +40,15 @@ def _rms_norm(
     for _ in tl.static_range(1, PARTS):
         p_own += stride_part
         b_x += tl.load(p_own, mask=mask, other=0.0)
-    store_normed(b_x, p_residual, p_weight, p_out, o_out, mask, o_size, eps, SIZE, ADDS)
+    b_x = b_x.to(p_out.dtype.element_ty)
+    if ADDS:
+        b_x = (b_x.to(tl.float32) + tl.load(p_residual + o_out, mask=mask, other=0.0).to(tl.float32)).to(b_x.dtype)
+        tl.store(p_residual + o_out, b_x, mask=mask)
+    b_wide = b_x.to(tl.float32)
+    b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, 1) / SIZE + eps)
+    b_normed = (b_wide * b_scale[:, None]).to(b_x.dtype).to(tl.float32)
+    b_weight = tl.load(p_weight + o_size, mask=m_size, other=0.0).to(tl.float32)
+    tl.store(p_out + o_out, (b_normed * b_weight[None, :]).to(p_out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

@@ -4,8 +4,8 @@
         [--out FOLDER]
 
 Each setting is a capture of its own; the graphs are replayed in turn, so that a drift of the clock meets all of them.
-With N adapters each row has one, in turn, and the settings are of what they add; "off" is a launch of its own for it.
-A setting whose logits differ by a bit from those of the first ("off") fails. FOLDER/gpu_decode_step.json has the
+With N adapters each row has one, in turn, and the settings are of what they add.
+A setting whose logits differ by a bit from those of the first ("tables") fails. FOLDER/gpu_decode_step.json has the
 medians; FOLDER/layer_NAME.txt what each launch of a layer takes, and the gap before it.
 
 What is predicted, and why: ops/bench/HISTORY.md, "A decode step".
@@ -35,24 +35,22 @@ ROUNDS, REPLAYS = 5, 40
 
 
 def settings() -> dict[str, Setting]:
-    found: dict[str, Setting] = {"off": {"linear_parts": {"parts": 1}}}
-    found |= {"tables": {}}
-    found |= {f"parts {parts}": _parts(parts, parts) for parts in (2, 4)}
-    found |= {"parts of down": _parts(1, 4), "parts of o": _parts(4, 1)}
-    found["early silu_mul"] = {"pdl": {"silu_mul": 1, "shrink": 0}}
-    return found
+    found = {"tables": {}} | _later()
+    found |= {f"parts {parts}": _parts(parts, parts) for parts in (1, 2, 4)}
+    return found | {"parts of down": _parts(1, 4), "parts of o": _parts(4, 1)}
 
 
 def settings_with_adapters() -> dict[str, Setting]:
-    apart = {"fused": 0}
-    found: dict[str, Setting] = {"off": {"norm_low": apart, "rope_low": apart}, "tables": {}}
-    found |= {"into norms": {"rope_low": apart}, "into rope": {"norm_low": apart}}
-    found["224 registers"] = {"norm_low_row": {"ranks": 16, "registers": 224}}
-    found["ranks 8"] = {"norm_low_row": {"ranks": 8, "registers": 144}}
-    found["norm warps 16"] = {"rms_norm": {"num_warps": 16}, "norm_low_row": {"ranks": 16}}
-    for heads, warps in ((4, 2), (4, 4), (16, 4)):
+    found = {"tables": {}} | _later() | {"rope apart": {"rope_low": {"fused": 0}}}
+    for heads, warps in ((4, 2), (16, 4)):
         found[f"heads {heads} warps {warps}"] = {"qk_rope_kv": {"heads": heads, "num_warps": warps}}
     return found
+
+
+def _later() -> dict[str, Setting]:
+    """Launches that begin when the ones before them have ended: the bits are the same."""
+    all_early = {"silu_mul": 1, "shrink": 1, "rope_low": 1, "attend": 1}
+    return {"attention late": {"pdl": all_early | {"attend": 0}}, "all late": {"pdl": dict.fromkeys(all_early, 0)}}
 
 
 def _parts(of_o: int, of_down: int) -> Setting:
@@ -174,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     known = settings_with_adapters() if options.adapters else settings()
-    chosen = {name: row for name, row in known.items() if name == "off" or re.search(options.match, name)}
+    chosen = {name: row for name, row in known.items() if name == "tables" or re.search(options.match, name)}
     with torch.inference_mode():
         step = Step(options.shape, options.tokens, options.adapters, options.rank)
         found = measure(step, chosen, options.out)

@@ -161,8 +161,7 @@ def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Cha
     from ops.bench.gpu.cases_lora_way import lora_way_cases
     from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.cases_shapes import shape_cases
-    from ops.bench.gpu.changes import changed
-    from ops.bench.gpu.trials import trials
+    from ops.bench.gpu.changes import other_rows
     from ops.bench.gpu.variants import variants
 
     kinds = (
@@ -173,9 +172,8 @@ def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Cha
     jobs: list[tuple[str, Change, Any]] = [("", nullcontext, case) for case in own.values()]
     if not variants_too:
         return jobs
-    tried = [*trials(), *((label, (), rows, names) for label, rows, names in variants()[section])]
-    for label, edits, rows, names in tried:
-        jobs += [(label, partial(changed, edits, rows), own[name]) for name in names if name in own]
+    for label, rows, names in variants()[section]:
+        jobs += [(label, partial(other_rows, rows), own[name]) for name in names if name in own]
     return jobs
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import rms_norm
 from kernels.rope import rope, rope_table
 from kernels.sgmv import LoraSlice, plan_sgmv, sgmv, shrink
 from kernels.store_kv import store_kv
@@ -138,25 +138,6 @@ def adapters(*sizes: int, dtype: torch.dtype) -> list[LoraSlice]:
         LoraSlice(random(2, 8, 12, seed=start, dtype=dtype), random(2, 8, size, seed=size, dtype=dtype), (8, 8), start)
         for size, start in zip(sizes, starts, strict=True)
     ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_parts", [1, 3])
-def test_adapters_of_a_norms_input_are_added_before_it_to_the_last_bit(num_parts, dtype):
-    x, plan, slices = (
-        random(4, 12, dtype=dtype),
-        plan_sgmv([1, -1, 0, 1], torch.device("cpu")),
-        adapters(16, dtype=dtype),
-    )
-    residual, weight = random(4, 16, seed=4, dtype=dtype), random(16, seed=5, dtype=dtype)
-    product = random(4, 16, seed=3, dtype=dtype) if num_parts == 1 else random(num_parts, 4, 16, seed=3)
-    wanted, other = residual.clone(), product.clone()
-
-    out = add_rms_norm(product, residual, weight, 1e-5, shrink(x, slices, plan))
-
-    sgmv(other if num_parts == 1 else wanted, x, slices, plan)
-    assert torch.equal(out, add_rms_norm(other, wanted, weight, 1e-5))
-    assert torch.equal(residual, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,23 +1,20 @@
-"""A product, its adapters, and the norm, or rope and the cache, behind them: what adapters add by a launch of its own,
+"""The product of q, k and v, its adapters, and rope and the cache behind it: what adapters add by a launch of its own,
 and on its way. The whole chain is timed, since what a launch hides behind the one before it is part of the question."""
 
-from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.linear import LinearWeight, linear_parts, parts_of
 from kernels.qk_rope_kv import triton_kernel as heads_alone
 from kernels.qk_rope_kv import triton_low as heads_low
-from kernels.rms_norm import triton_kernel as norm_alone
-from kernels.rms_norm import triton_low as norm_low
 from kernels.rope import rope_table
 from kernels.sgmv import PartialLow, expand
 from ops.bench.gpu.cases import DEVICE, HEAD_DIM, HEADS, KV_HEADS, Built, Case, error
 from ops.bench.gpu.cases_lora import PROJECTIONS, Inputs, inputs
 
-NUM_ROWS, EPS = 32, 1e-5
+NUM_ROWS = 32
 WAYS = ("then", "fused")
 MIXES = ((8, 16), (32, 16), (32, 32), (32, 64))  # adapters, rank
 
@@ -26,31 +23,6 @@ def low_of(one: Inputs) -> PartialLow:
     low = one.low
     assert isinstance(low, PartialLow)
     return low
-
-
-def norm_step(one: Inputs, residual: Tensor, norm_weight: Tensor, way: str) -> Tensor:
-    """``way``: base, then, fused."""
-    weight = LinearWeight(one.weight)
-    parts = linear_parts(one.x, weight, parts_of(one.x, weight))
-    if way == "fused":
-        return norm_low.add_rms_norm(parts, residual, norm_weight, EPS, low_of(one))
-    if way == "then":
-        expand(residual, one.low)
-    return norm_alone.rms_norm(parts, norm_weight, EPS, residual)
-
-
-def into_norm(name: str, way: str, num_adapters: int, rank: int) -> Built:
-    sets = inputs(NUM_ROWS, num_adapters, *PROJECTIONS[name], rank)
-    norm_weight = torch.ones_like(sets[0].y[0])
-
-    def verify() -> float:
-        one, residual = sets[0], sets[0].y.clone()
-        total = residual.float() + one.x.float() @ one.weight.float().T
-        total = total if way == "base" else total + one.delta()
-        expected = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
-        return max(error(norm_step(one, residual, norm_weight, way), expected), error(residual, total))
-
-    return Built([lambda one=one: norm_step(one, one.y, norm_weight, way) for one in sets], verify)
 
 
 class Places:
@@ -74,6 +46,7 @@ class Places:
 
 
 def heads_step(one: Inputs, places: Places, way: str) -> Tensor:
+    """``way``: base, then, fused."""
     y = linear(one.x, one.weight)
     heads = y.unflatten(1, (HEADS + 2 * KV_HEADS, HEAD_DIM))
     if way == "fused":
@@ -103,23 +76,14 @@ def into_heads(way: str, num_adapters: int, rank: int) -> Built:
 
 
 def lora_way_cases() -> list[Case]:
-    """Names: projection, what is behind it, T rows, L adapters, r rank, way."""
-    kinds: Sequence[tuple[str, str, Callable[[str, int, int], Built]]] = (
-        ("q,k,v", "rope", into_heads),
-        ("o", "norm", lambda way, count, rank: into_norm("o", way, count, rank)),
-        ("down", "norm", lambda way, count, rank: into_norm("down", way, count, rank)),
-    )
-    found = []
-    for name, behind, build in kinds:
-        size_in, sizes_out = PROJECTIONS[name]
-        plain = 2.0 * (size_in * sum(sizes_out) + NUM_ROWS * (size_in + 3 * sum(sizes_out)))
-        label = f"{name}, {behind} T={NUM_ROWS}"
-        found.append(Case("lora_step", f"{label} base", lambda b=build: b("base", 1, 16), plain, num_launches=2))
-        for count, rank in MIXES:
-            num_bytes = plain + 2.0 * rank * count * (size_in * len(sizes_out) + sum(sizes_out))
-            for way, launches in zip(WAYS, (4, 3), strict=True):
-                run = lambda b=build, w=way, c=count, r=rank: b(w, c, r)  # noqa: E731
-                found.append(
-                    Case("lora_step", f"{label} L={count} r={rank} {way}", run, num_bytes, num_launches=launches)
-                )
+    """Names: T rows, L adapters, r rank, way."""
+    size_in, sizes_out = PROJECTIONS["q,k,v"]
+    plain = 2.0 * (size_in * sum(sizes_out) + NUM_ROWS * (size_in + 3 * sum(sizes_out)))
+    label = f"q,k,v, rope T={NUM_ROWS}"
+    found = [Case("lora_step", f"{label} base", lambda: into_heads("base", 1, 16), plain, num_launches=2)]
+    for count, rank in MIXES:
+        num_bytes = plain + 2.0 * rank * count * (size_in * len(sizes_out) + sum(sizes_out))
+        for way, launches in zip(WAYS, (4, 3), strict=True):
+            run = partial(into_heads, way, count, rank)
+            found.append(Case("lora_step", f"{label} L={count} r={rank} {way}", run, num_bytes, num_launches=launches))
     return found

@@ -1,17 +1,17 @@
-"""Checks of what adapters add on its way: into the norm behind a product, and into heads before they are turned."""
+"""Checks of what adapters add to heads on their way into rope and the cache."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels.paged_attention import DecodeShape, captured_plan, fill_plan, paged_attention, plan_numbers
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.qk_rope_kv import triton_low as heads_low
-from kernels.rms_norm import add_rms_norm
-from kernels.rms_norm import triton_low as norm_low
 from kernels.rope import rope_table
 from kernels.sgmv import LoraSlice, PartialLow, plan_sgmv, sgmv, shrink
 from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
@@ -20,7 +20,7 @@ from ops.bench.gpu.checks import DEVICE, LIMITS, MIXED, POPULARITIES, SHAPES, lo
 from ops.bench.gpu.checks_captured import captured
 from ops.bench.gpu.checks_lora import early_launches
 
-BY_ROWS: Rows = {"sgmv_form": {"rows_of_slot": 1000}, "norm_low": {"fused": 1}, "rope_low": {"fused": 1}}
+BY_ROWS: Rows = {"sgmv_form": {"rows_of_slot": 1000}, "rope_low": {"fused": 1}}
 KV_ROOM = 16
 FLOAT, BF16 = LIMITS
 
@@ -29,52 +29,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Unlike torch.equal, which takes a zero for its negative."""
     kind = torch.int16 if one.element_size() == 2 else torch.int32
     return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
-
-
-def with_deltas(y: Tensor, x: Tensor, slices: Sequence[LoraSlice], slots: list[int]) -> Tensor:
-    """In fp64."""
-    total = y.double()
-    for part, slot in itertools.product(slices, set(slots) - {-1}):
-        rank, columns = part.lora_ranks[slot], slice(part.start, part.start + part.b.shape[2])
-        own = torch.tensor([row for row in range(len(slots)) if slots[row] == slot], device=DEVICE)
-        total[own, columns] += x[own].double() @ part.a[slot, :rank].double().T @ part.b[slot, :rank].double()
-    return total
-
-
-NORMS = (  # dtype, columns, parts: each of them is compiled for some ranks
-    (BF16, 4096, 2), (BF16, 4096, 1), (BF16, 3584, 4), (BF16, 2048, 1), (BF16, 1024, 2), (BF16, 576, 1),
-    (FLOAT, 1024, 2),
-)  # fmt: skip
-
-
-def norms_of_adapters_against_float64() -> None:
-    """Base rows have the bits that they have without adapters, negative zeros too."""
-    with other_rows(BY_ROWS):
-        for dtype, size, num_parts in NORMS:
-            for num_rows, (name, slot_of) in itertools.product((1, 7, 64), POPULARITIES.items()):
-                slots = [slot_of(row) for row in range(num_rows)]
-                if max(slots) >= 0:
-                    what = f"{size} of {num_parts} T={num_rows} {name} {dtype}"
-                    _norm_of_adapters(slots, size, num_parts, dtype, what)
-
-
-def _norm_of_adapters(slots: list[int], size: int, num_parts: int, dtype: torch.dtype, what: str) -> None:
-    x, residual, slices = lora_case(slots, 1536, (size,), dtype)
-    product = random(num_parts, len(slots), size, dtype=torch.float32)
-    product = product[0].to(dtype) if num_parts == 1 else product
-    product[..., ::3, :], residual[::6] = -0.0, -0.0
-    weight, alone = random(size, dtype=dtype), residual.clone()
-    whole = product.double() if num_parts == 1 else product.double().sum(0)
-    total = residual.double() + with_deltas(whole, x, slices, slots)
-    expected = add_rms_norm(product, alone, weight, 1e-5)
-    low = shrink(x, slices, plan_sgmv(slots, DEVICE))
-    assert isinstance(low, PartialLow), "no row has anything to add"
-    out = norm_low.add_rms_norm(product, residual, weight, 1e-5, low)
-    require(out, total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double(), f"norm {what}")
-    require(residual, total, f"sum {what}")
-    base = [row for row in range(len(slots)) if slots[row] < 0 or not slices[0].lora_ranks[slots[row]]]
-    assert same_bits(out[base], expected[base]), f"{what}: rows without an adapter changed"
-    assert same_bits(residual[base], alone[base]), f"{what}: sums without an adapter changed"
 
 
 class Heads:
@@ -162,11 +116,10 @@ def _heads_of_adapters(step: Heads, norms: HeadNorms | None, low: PartialLow, wh
     return equal, count
 
 
-def what_is_added_on_its_way_is_the_same_20_times_and_in_any_order() -> None:
+def what_is_added_on_its_way_is_the_same_20_times() -> None:
     with other_rows(BY_ROWS):
         for num_rows in (1, 16, 64):
             slots = [POPULARITIES["with base rows"](row + 1) for row in range(num_rows)]
-            _norm_repeated(slots)
             step = Heads(slots, (32, 8, 128), torch.bfloat16, slice(0, 3))
             low = step.shrunk()
             assert low is not None
@@ -176,73 +129,80 @@ def what_is_added_on_its_way_is_the_same_20_times_and_in_any_order() -> None:
                 assert all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(first, again, strict=True))
 
 
-def _norm_repeated(slots: list[int]) -> None:
-    x, residual, slices = lora_case(slots, 4096, (4096,), torch.bfloat16)
-    parts, weight = random(2, len(slots), 4096, dtype=torch.float32), random(4096)
-
-    def run(order: list[int]) -> tuple[Tensor, Tensor]:
-        rows = torch.tensor(order, device=DEVICE)
-        own, low = residual[rows], shrink(x[rows].clone(), slices, plan_sgmv([slots[row] for row in order], DEVICE))
-        assert isinstance(low, PartialLow)
-        return norm_low.add_rms_norm(parts[:, rows], own, weight, 1e-5, low), own
-
-    out, total = run(list(range(len(slots))))
-    for _ in range(20):
-        assert all(torch.equal(*pair) for pair in zip(run(list(range(len(slots)))), (out, total), strict=True))
-    order = torch.randperm(len(slots)).tolist()
-    moved = torch.tensor(order, device=DEVICE)
-    again, sums = run(order)
-    assert torch.equal(again, out[moved]), "bits depend on the order of the rows"
-    assert torch.equal(sums, total[moved]), "sums depend on the order of the rows"
-
-
 def captured_layers_follow_their_memory() -> None:
-    """One graph of product, shrink and norm, three layers of it, early or not; mixes and ranks change between replays.
-    Against the same launches one by one, none early, whose results the checks above vouch for."""
+    """One graph of products, adapters, rope and attention, three layers of it, early or not; contexts, adapters and
+    their ranks change between replays. Against the same launches one by one, none early."""
     for is_early, num_rows in itertools.product((0, 1), (8, 64)):
-        with other_rows(BY_ROWS):
-            _captured_layers(num_rows, is_early)
+        layers = CapturedLayers(num_rows)
+        with early_launches(is_early):
+            graph, out = captured(layers.run)
+        for step in range(20):
+            layers.change(step)
+            with early_launches(0):
+                expected = layers.run()
+            graph.replay()
+            assert same_bits(out, expected), f"rows {num_rows} early {is_early} step {step}"
 
 
-def _captured_layers(num_rows: int, is_early: int) -> None:
-    size, empty = 4096, len(MIXED)
-    tables = [torch.zeros(empty + 1, dtype=torch.int32, device=DEVICE) for _ in range(3)]
-    bounds = (*[0] * empty, 64)
-    layers = []
-    for table in tables:
-        a, b = (random(empty, 64, size) / 64 for _ in range(2))
-        layers.append(([LoraSlice(a, b, bounds, 0, table)], random(size, size) / 64, random(size)))
-    host = np.full(segment_numbers(num_rows), 2**30, dtype=np.int32)
-    memory = torch.zeros(len(host), dtype=torch.int32, device=DEVICE)
-    fill_segments(host, [-1], num_rows, empty)
-    memory.copy_(torch.from_numpy(host))
-    plan, x, residual = CapturedSgmv(memory, num_rows, empty), random(num_rows, size), random(num_rows, size)
+class CapturedLayers:
+    """Decodes of Llama-3-8B's sizes over memory that ``change`` fills."""
 
-    def run() -> Tensor:
-        own, seen = residual.clone(), x
-        for slices, matrix, weight in layers:
-            product = linear(seen, matrix)
-            seen = add_rms_norm(product, own, weight, 1e-5, shrink(seen, slices, plan))
-        return torch.cat((own, seen))
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.empty = num_rows, len(MIXED)
+        sizes = (4096, 1024, 1024)
+        self.shape = DecodeShape(num_rows, 2048, KV_ROOM, 32, 8, DEVICE)
+        self.draw = np.random.default_rng(0)
+        self.plan_host = np.zeros(plan_numbers(self.shape), dtype=np.int32)
+        self.lora_host = np.zeros(segment_numbers(num_rows), dtype=np.int32)
+        self.numbers, self.segments = (torch.zeros(len(host), dtype=torch.int32, device=DEVICE) for host in self.hosts)
+        self.positions, self.places = (torch.zeros(num_rows, dtype=torch.int64, device=DEVICE) for _ in range(2))
+        num_blocks = self.shape.max_tokens // KV_ROOM
+        order = torch.randperm(num_rows * num_blocks, device=DEVICE)
+        self.tables = order.reshape(num_rows, num_blocks).int()
+        self.turns = rope_table(1e4 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), 2048)
+        self.ranks = [torch.zeros(self.empty + 1, dtype=torch.int32, device=DEVICE) for _ in sizes]
+        starts, bounds = itertools.accumulate([0, *sizes[:-1]]), (*[0] * self.empty, 64)
+        self.slices = [
+            LoraSlice(*(random(self.empty, 64, size) / 64 for size in (4096, out)), bounds, start, ranks)
+            for out, start, ranks in zip(sizes, starts, self.ranks, strict=True)
+        ]
+        self.x, self.weights = random(num_rows, 4096), [random(sum(sizes), 4096) / 64 for _ in range(3)]
+        cache = (len(order), KV_ROOM, 8, 128)
+        self.caches = [(random(*cache), random(*cache)) for _ in self.weights]
+        self.change(0)
 
-    with early_launches(is_early):
-        graph, out = captured(run)
-    draw = np.random.default_rng(0)
-    for step in range(20):
-        for number, table in enumerate(tables):
-            own = np.roll(MIXED, step + number).clip(0, 64)
-            table[:empty] = torch.from_numpy(own)
-        fill_segments(host, draw.integers(-1, empty, num_rows).tolist(), num_rows, empty)
-        memory.copy_(torch.from_numpy(host))
-        with early_launches(0):
-            expected = run()
-        graph.replay()
-        assert same_bits(out, expected), f"rows {num_rows} early {is_early} step {step}"
+    @property
+    def hosts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        return self.plan_host, self.lora_host
+
+    def change(self, step: int) -> None:
+        """Other contexts and adapters, of other ranks."""
+        ends = self.draw.integers(1, self.shape.max_tokens, self.num_rows)
+        slots = self.draw.integers(-1, self.empty, self.num_rows).tolist()
+        fill_plan(self.plan_host, ends.tolist(), self.shape)
+        fill_segments(self.lora_host, slots, self.num_rows, self.empty)
+        for memory, host in zip((self.numbers, self.segments), self.hosts, strict=True):
+            memory.copy_(torch.from_numpy(host))
+        self.positions.copy_(torch.from_numpy(ends - 1))
+        rows = torch.arange(self.num_rows, device=DEVICE)
+        blocks = self.tables[rows, self.positions // KV_ROOM].long()
+        self.places.copy_(blocks * KV_ROOM + self.positions % KV_ROOM)
+        for number, ranks in enumerate(self.ranks):
+            ranks[: self.empty] = torch.from_numpy(np.roll(MIXED, step + number).clip(0, 64))
+
+    def run(self) -> Tensor:
+        lora = CapturedSgmv(self.segments, self.num_rows, self.empty)
+        plan, seen = captured_plan(self.numbers, self.tables, self.shape), self.x
+        for weight, caches in zip(self.weights, self.caches, strict=True):
+            heads = linear(seen, weight).unflatten(1, (-1, 128))
+            low = shrink(seen, self.slices, lora)
+            queries = qk_rope_kv(heads, self.positions, self.turns, caches, self.places, None, low)
+            seen = paged_attention(queries, *caches, plan, scale=128**-0.5).flatten(1)
+        return seen
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "lora way norm": norms_of_adapters_against_float64,
     "lora way heads": heads_of_adapters_against_their_launches,
-    "lora way repeated and permuted": what_is_added_on_its_way_is_the_same_20_times_and_in_any_order,
     "lora way captured": captured_layers_follow_their_memory,
+    "lora way repeated": what_is_added_on_its_way_is_the_same_20_times,
 }

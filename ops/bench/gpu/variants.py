@@ -164,10 +164,10 @@ def _lora_step() -> list[Variant]:
         for name in ("q,k,v", "o", "gate,up", "down")
     )
     rows = tuple(f"expand, silu T=32 L={count} fused" for count in (8, 32))
-    early = _rows("pdl", silu_mul=1, shrink=1, norm_low=1, rope_low=1)
+    early = _rows("pdl", silu_mul=1, shrink=1, rope_low=1, attend=1)
     found += [
         ("all early", early, decodes),
-        ("none early", _rows("pdl", silu_mul=0, shrink=0, norm_low=0, rope_low=0), decodes),
+        ("none early", _rows("pdl", silu_mul=0, shrink=0, rope_low=0, attend=0), decodes),
     ]
     for k, shrink_warps, n, expand_warps in ((512, 4, 512, 2), (256, 2, 256, 1), (1024, 4, 256, 1), (256, 2, 128, 1)):
         found.append((*_vector(k, shrink_warps, n, expand_warps), decodes))
@@ -181,16 +181,9 @@ def _lora_step() -> list[Variant]:
 
 
 def _lora_on_its_way() -> list[Variant]:
-    """Into norms, and into rope and the cache."""
-    late = _rows("pdl", silu_mul=1, shrink=1, norm_low=0, rope_low=0)
-    counts = tuple(f"T=32 L={count} r=16" for count in (8, 32))
-    norms = tuple(f"{name}, norm {what} fused" for what in counts for name in ("o", "down"))
-    heads = tuple(f"q,k,v, rope {what} fused" for what in counts)
-    found: list[Variant] = [("late", late, norms + heads)]
-    found.append(("ranks 8", _rows("norm_low_row", ranks=8, registers=144), norms))
-    found.append(("224 registers", _rows("norm_low_row", ranks=16, registers=224), norms))
-    base = "o, norm T=32 base", "down, norm T=32 base"
-    found.append(("norm warps 16", _rows("rms_norm", num_warps=16) | _rows("norm_low_row", ranks=16), norms + base))
+    """Into rope and the cache."""
+    heads = tuple(f"q,k,v, rope T=32 L={count} r=16 fused" for count in (8, 32))
+    found: list[Variant] = [("late", _rows("pdl", silu_mul=1, shrink=1, rope_low=0, attend=1), heads)]
     for number, warps in ((4, 2), (4, 4), (2, 1), (1, 1), (16, 4)):
         row = _rows("qk_rope_kv", heads=number, num_warps=warps)
         found.append((f"heads {number} warps {warps}", row, (*heads, "q,k,v, rope T=32 base")))

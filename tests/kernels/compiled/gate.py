@@ -34,7 +34,6 @@ from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear import triton_kernel as quantised_kernel
 from kernels.quantised_linear import triton_widen as widen_kernel
 from kernels.rms_norm import triton_kernel as rms_norm_kernel
-from kernels.rms_norm import triton_low as rms_norm_low_kernel
 from kernels.rope import triton_kernel as rope_kernel
 from kernels.sampling import SamplingRows
 from kernels.sampling import triton_kernel as sampling_kernel
@@ -198,19 +197,20 @@ def shrunk(
     return sgmv_kernel.shrink(x, slices, plan_sgmv([row % num_slots for row in range(num_rows)], x.device))
 
 
-def lora(num_rows: int, size_in: int, sizes_out: tuple[int, ...], *low, **more) -> None:
-    part = shrunk(num_rows, size_in, sizes_out, *low, **more)
-    y = torch.zeros(num_rows, sum(sizes_out), dtype=part.slices[0].b.dtype)
+def lora(
+    num_rows: int,
+    size_in: int,
+    sizes_out: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    num_slots: int = 1,
+) -> None:
+    part = shrunk(num_rows, size_in, sizes_out, rank, dtype, num_slots=num_slots)
+    y = torch.zeros(num_rows, sum(sizes_out), dtype=dtype)
     sgmv_kernel.expand(y, part)
     if sizes_out == GATE_UP:
         silu_low_kernel.silu_mul(y, part)
-
-
-def add_rms_norm_low(size: int, num_parts: int, size_in: int, rank: int) -> None:
-    """Of 32 rows; the product whole where it has one part."""
-    low, x = shrunk(32, size_in, (size,), rank, num_slots=32), normal(32, size)
-    parts = torch.zeros(num_parts, 32, size) if num_parts > 1 else x
-    rms_norm_low_kernel.add_rms_norm(parts, x, normal(size), 1e-5, low)
 
 
 def qk_rope_kv_low(heads: tuple[int, int, int], norms: HeadNorms | None, rank: int) -> None:
@@ -309,13 +309,6 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for num_rows in (512, 2048):
         for rank in (16, 64, 128):
             yield f"lora of gate and up T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r)
-    for size, num_parts, size_in, rank in (
-        (4096, 2, 4096, 16), (4096, 2, 14336, 16), (4096, 4, 14336, 64), (4096, 1, 4096, 16), (576, 1, 576, 16),
-    ):  # fmt: skip
-        yield (
-            f"lora into add_rms_norm {size} of {num_parts} parts, {size_in} r={rank}",
-            lambda sizes=(size, num_parts, size_in, rank): add_rms_norm_low(*sizes),
-        )
     for heads, norms, rank in (
         ((32, 8, 128), None, 16),
         ((32, 8, 128), None, 64),

@@ -83,16 +83,6 @@ def _silu_low() -> None:
         triton_low.silu_mul(gate_up, triton_kernel.shrink(x, slices, plan_sgmv(slots, x.device)))
 
 
-def _norm_low() -> None:
-    from kernels.rms_norm import triton_low
-    from kernels.sgmv import LoraSlice, plan_sgmv, triton_kernel
-
-    x, residual, weight = guarded(torch.randn(5, 97)), guarded(torch.randn(5, 41)), guarded(torch.randn(41))
-    part = LoraSlice(guarded(torch.randn(2, 8, 97)), guarded(torch.randn(2, 8, 41)), (3, 8))
-    low = triton_kernel.shrink(x, [part], plan_sgmv([1, -1, 0, -1, 1], x.device))
-    triton_low.add_rms_norm(guarded(torch.randn(3, 5, 41)), residual, weight, 1e-5, low)
-
-
 def _rope_low() -> None:
     from kernels.qk_rope_kv import HeadNorms, triton_low
     from kernels.sgmv import LoraSlice, plan_sgmv, triton_kernel
@@ -136,7 +126,6 @@ CASES = {
         _qk_rope_kv,
         _sgmv,
         _silu_low,
-        _norm_low,
         _rope_low,
         _paged_attention,
         _past_an_end,

@@ -1,4 +1,4 @@
-"""What adapters add on its way into norms, and into rope and the cache, under Triton's interpreter."""
+"""What adapters add on its way into rope and the cache, under Triton's interpreter."""
 
 import itertools
 
@@ -10,10 +10,6 @@ from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.qk_rope_kv import reference as qk_rope_kv_reference
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
 from kernels.qk_rope_kv import triton_low as qk_rope_kv_low
-from kernels.rms_norm import add_rms_norm
-from kernels.rms_norm import reference as rms_norm_reference
-from kernels.rms_norm import triton_kernel as rms_norm_kernel
-from kernels.rms_norm import triton_low as rms_norm_low
 from kernels.rope import rope_table
 from kernels.sgmv import plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
@@ -38,8 +34,6 @@ def rows(monkeypatch):
         "sgmv_form": [{"rows_of_slot": 1000}],
         "sgmv_vector": [{"block_k": 64, "shrink_warps": 2, "block_n": 64, "expand_warps": 2, "pdl": 0}],
         "qk_rope_kv": [{"heads": 8, "num_warps": 2}],
-        "norm_low": [{"fused": 1}],
-        "norm_low_row": [{"up_to_size": 128, "ranks": 16}, {"ranks": 8, "registers": 128}],
         "rope_low": [{"fused": 1}],
     }
     monkeypatch.setattr(tiles, "_table", lambda _: table)
@@ -74,42 +68,6 @@ def idle_rows(slots, slices, num_rows) -> list[int]:
         for row in range(num_rows)
         if row >= len(slots) or slots[row] < 0 or not any(part.lora_ranks[slots[row]] for part in slices)
     ]
-
-
-def product_of(num_parts, num_rows, size, dtype):
-    """A whole product in wider rows, or its parts; rows 2 and 6 are negative zeros."""
-    x = draw(num_parts, num_rows, size, seed=3) if num_parts > 1 else sliced(num_rows, size, dtype=dtype, seed=3)
-    x[..., 2::4, :] = -0.0
-    return x
-
-
-def check_norm(kernel, num_parts, size, dtype, slots=SLOTS, room=None) -> None:
-    slices = lora_slices([MIXED], SIZE_IN, [size], dtype, used=set(slots))
-    num_rows = len(slots) + (room or 0)
-    x, weight = sliced(num_rows, SIZE_IN, dtype=dtype), draw(size, dtype=dtype, seed=1)
-    product, residual = product_of(num_parts, num_rows, size, dtype), draw(num_rows, size, dtype=dtype, seed=2)
-    residual[2::4] = -0.0
-    whole = product.double().sum(0) if num_parts > 1 else product.double()
-    total = residual.double() + with_deltas(whole, x, slices, slots)
-    alone = residual.clone()
-    expected = rms_norm_kernel.rms_norm(product, weight, 1e-5, alone)
-    out = kernel.add_rms_norm(product, residual, weight, 1e-5, shrunk(x, slices, slots, room))
-    assert_matches_reference(residual, total)
-    assert_matches_reference(out, rms_norm_reference.rms_norm(total, weight.double(), 1e-5))
-    idle = idle_rows(slots, slices, num_rows)
-    assert same_bits(residual[idle], alone[idle])
-    assert same_bits(out[idle], expected[idle])
-
-
-@BOTH
-@pytest.mark.parametrize(("num_parts", "size"), [(1, 96), (2, 70), (4, 300)])
-def test_a_norm_gets_each_rows_own_adapter_and_base_rows_their_bits_alone(num_parts, size, dtype):
-    check_norm(rms_norm_low, num_parts, size, dtype)
-
-
-@pytest.mark.parametrize("slots", [SLOTS, [1] * 9, [-1, -1], []], ids=["mixed", "one", "base only", "nobody"])
-def test_a_norm_of_a_captured_plan_computes_all_of_its_rows(slots):
-    check_norm(rms_norm_low, 2, 80, BF16, slots, room=3)
 
 
 def heads_memory(num_tokens, heads, dtype):
@@ -193,17 +151,6 @@ def test_heads_have_the_bits_of_a_launch_that_adds_and_one_that_turns(dtype):
     check_heads(qk_rope_kv_low, Heads(9, 3, 8), dtype, FEW, norms=True, is_expand=True)
 
 
-def test_permuted_rows_give_permuted_bits():
-    slices = lora_slices([MIXED], SIZE_IN, [96], BF16, used=set(SLOTS))
-    x, product, residual = (draw(8, size, dtype=BF16, seed=size) for size in (SIZE_IN, 96, 96))
-    weight, moved = draw(96, dtype=BF16), residual[ORDER]
-    slots = [SLOTS[row] for row in ORDER]
-    again = rms_norm_low.add_rms_norm(product[ORDER], moved, weight, 1e-5, shrunk(x[ORDER], slices, slots))
-    out = rms_norm_low.add_rms_norm(product, residual, weight, 1e-5, shrunk(x, slices, SLOTS))
-    assert torch.equal(again, out[ORDER])
-    assert torch.equal(moved, residual[ORDER])
-
-
 def test_permuted_tokens_give_permuted_bits():
     heads = Heads(9, 3, 16)
     slices = lora_slices([MIXED, OTHER, MIXED], SIZE_IN, [144, 48, 48], BF16, used=set(SLOTS))
@@ -221,19 +168,6 @@ def test_permuted_tokens_give_permuted_bits():
 
 
 @pytest.mark.parametrize(("rank", "is_added_on_its_way"), [(16, True), (24, False)])
-def test_the_tables_say_who_adds_to_a_norm(rank, is_added_on_its_way, rows):
-    """A launch of its own adds to the product, which is left as it was otherwise."""
-    rows["norm_low"] = [{"up_to_size": 64, "fused": 0}, {"up_to_rank": 16, "up_to_tokens": 8, "fused": 1}, {"fused": 0}]
-    slices = lora_slices([(rank,)], SIZE_IN, [96], FLOAT, used={0})
-    x, product, residual, weight = (draw(*shape) for shape in ((2, SIZE_IN), (2, 96), (2, 96), (96,)))
-    total = residual.double() + with_deltas(product, x, slices, [0, 0])
-    before = product.clone()
-    out = add_rms_norm(product, residual, weight, 1e-5, shrunk(x, slices, [0, 0]))
-    assert_matches_reference(out, rms_norm_reference.rms_norm(total, weight.double(), 1e-5))
-    assert torch.equal(product, before) is is_added_on_its_way
-
-
-@pytest.mark.parametrize(("rank", "is_added_on_its_way"), [(16, True), (24, False)])
 def test_the_tables_say_who_adds_to_heads(rank, is_added_on_its_way, rows):
     rows["rope_low"] = [{"up_to_rank": 16, "up_to_tokens": 8, "fused": 1}, {"fused": 0}]
     slices = lora_slices([(rank,)], SIZE_IN, [32], FLOAT, used={0})
@@ -247,22 +181,8 @@ def test_the_tables_say_who_adds_to_heads(rank, is_added_on_its_way, rows):
     assert torch.equal(y, before) is is_added_on_its_way
 
 
-NORM_FAULTS = {
-    "the rank of another slot": ("rank_if_any(p_slices, 0, i_slot)", "rank_if_any(p_slices, 0, (i_slot + 1) % 6)"),
-    "a row in the place of another": ("i_row = tl.load(p_rows + i_place).to(tl.int64)", "i_row = i_place"),
-    "low ranks of a row, not of a place": ("* num_rows + i_place", "* num_rows + i_row"),
+FAULTS = {
     "a split too few": ("m_low = o_splits < SPLIT", "m_low = o_splits < SPLIT - 1"),
-    "a part left out": ("tl.static_range(1, PARTS)", "tl.static_range(1, PARTS - 1)"),
-}
-
-
-@pytest.mark.parametrize("fault", NORM_FAULTS.values(), ids=NORM_FAULTS)
-def test_a_fault_of_the_norm_is_caught(fault, tmp_path):
-    with pytest.raises(AssertionError):
-        check_norm(planted(rms_norm_low, fault, tmp_path), 2, 70, FLOAT)
-
-
-HEAD_FAULTS = {
     "the keys' adapter for values": ("tl.where(is_value, VALUE, KEY)", "tl.where(is_value, KEY, KEY)"),
     "the queries' low ranks": ("(tl.maximum(i_slice, 0) * SPLIT + o_splits)", "(o_splits + 0 * i_slice)"),
     "swapped halves": ("d_first, d_second = ", "d_second, d_first = "),
@@ -276,12 +196,12 @@ HEAD_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", HEAD_FAULTS.values(), ids=HEAD_FAULTS)
-def test_a_fault_of_the_heads_is_caught(fault, tmp_path):
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_caught(fault, tmp_path):
     faulty = planted(qk_rope_kv_low, fault, tmp_path)
     with pytest.raises(AssertionError):
         check_heads(faulty, Heads(5, 3, 24), BF16, FEW, norms=True, is_expand=True)
 
 
-def test_the_kernel_into_which_faults_of_the_heads_are_planted_passes():
+def test_the_kernel_into_which_faults_are_planted_passes():
     check_heads(qk_rope_kv_low, Heads(5, 3, 24), BF16, FEW, norms=True, is_expand=True)
