@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import anyio
-
 from gateway.call import Call
 from gateway.errors import ApiError
 from gateway.limits.credit import Credit
@@ -57,16 +55,16 @@ class Admission:
         try:
             if self.closed:  # since it asked
                 raise ApiError("This server is shutting down.", code="draining")
-            async with self.credit.held(ticket):
+            if ticket.is_prepaid:
+                async with self.credit.held(ticket):
+                    yield ticket
+            else:
                 yield ticket
         finally:
-            try:
-                with anyio.CancelScope(shield=True):
-                    await self.limiter.settle(ticket)
-            finally:
-                self.tickets.end(ticket)
-                if not self.tickets:
-                    self.idle.set()
+            self.limiter.settle(ticket)
+            self.tickets.end(ticket)
+            if not self.tickets:
+                self.idle.set()
 
     async def extend(self, ticket: Ticket, num_choices: int) -> bool:
         """Another block for each of ``num_choices``; False: not now and not later, the choices end there."""

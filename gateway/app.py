@@ -53,7 +53,7 @@ def public_app(parts: Parts, *more: HTTPRouteHandler) -> Litestar:
             *openapi.handlers,
             *more,
         ],
-        guards=[authenticated],
+        middleware=[authenticated],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _framework_error,

@@ -1,15 +1,13 @@
 """One HTTP request as the request path sees it: its names and times, its body, its caller's presence, its answer."""
 
 import asyncio
-import contextlib
 import hashlib
 import re
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from litestar.types import Receive, Scope, Send
 
@@ -18,7 +16,7 @@ from gateway.tracing.context import parent_of
 from tenants.directory import Principal
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the caller sees the 413
-SEND_TIMEOUT_S = 60.0  # a caller that reads nothing for so long has left
+Headers: TypeAlias = list[tuple[bytes, bytes]]
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
 
@@ -26,7 +24,8 @@ def new_request_id() -> str:
     """A UUIDv7 (RFC 9562): 48 bits of Unix milliseconds, then chance."""
     value = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
     value = value & ~(0xF << 76) | 0x7 << 76
-    return str(uuid.UUID(int=value & ~(0x3 << 62) | 0x2 << 62))
+    digits = f"{value & ~(0x3 << 62) | 0x2 << 62:032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 @dataclass(slots=True)
@@ -43,6 +42,7 @@ class Call:
     scope: Scope
     receive: Receive
     send: Send
+    send_body: Send
     request_id: str = field(default_factory=new_request_id)
     label: str = ""
     trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -64,7 +64,7 @@ class Call:
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
-        call = cls(scope, receive, send)
+        call = cls(scope, receive, send, send)
         label = call.header(b"x-request-id") or call.header(b"x-client-request-id") or ""
         call.label = label if _LABEL.fullmatch(label) else ""
         call.idempotency_key = call.header(b"idempotency-key")
@@ -92,7 +92,7 @@ class Call:
         return self.started_unix_ns + monotonic_ns - self.started_ns
 
     def over(self, receive: Receive, send: Send) -> "Call":
-        """The same call on the channels that the framework gives its handler."""
+        """The same call on the channels that the framework gives its handler; it has to see how an answer begins."""
         self.receive, self.send = receive, send
         return self
 
@@ -134,21 +134,8 @@ class Call:
         self.body_ended = not message.get("more_body", False)
         return message.get("body", b"")
 
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """While entered, ``gone`` is set and ``on_gone`` called as soon as the caller has left."""
-        watch = asyncio.create_task(self._watch(), name=f"caller of {self.request_id}")
-        try:
-            yield
-        finally:
-            watch.cancel()
-
-    async def _watch(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self._leave()
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """The caller has left: nothing is sent any more, and whoever works for it may stop."""
         self.gone.set()
         if self.on_gone is not None:
             self.on_gone()
@@ -158,34 +145,33 @@ class Call:
         if self.on_whole is not None:
             await self.on_whole(body)
 
-    async def begin(self, status: int, headers: dict[str, str]) -> None:
+    async def begin(self, status: int, headers: Headers) -> None:
         """Status and headers; nothing when the caller has left."""
         self.answering = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        if not self.gone.is_set():
+            await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(self, body: bytes) -> None:
         """200 with a JSON body, and that is all."""
-        await self.begin(200, {"content-type": "application/json", "content-length": str(len(body))})
+        await self.begin(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await self.write(body, last=True)
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """A piece of the body, flushed. A caller that takes nothing for SEND_TIMEOUT_S has left."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-
-    async def _send(self, message: Any) -> None:
-        if self.gone.is_set():
-            return
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self.send(message)
-        except TimeoutError:
-            self._leave()
+        """A piece of the body, flushed; straight to the server, since all layers between look at heads alone."""
+        if not self.gone.is_set():
+            await self.send_body({"type": "http.response.body", "body": data, "more_body": not last})
 
 
 def call_of(scope: Scope) -> Call:
     """The Call that ``named`` made for this request."""
     return scope["state"]["call"]
+
+
+def caller_left(scope: Scope) -> None:
+    """The server's word that the connection of this request ended before its answer did."""
+    call = scope.get("state", {}).get("call")
+    if call is not None:
+        call.leave()
 
 
 def named(app: Any, observe: Callable[[Call, int], None] | None = None) -> Any:
@@ -210,7 +196,7 @@ def named(app: Any, observe: Callable[[Call, int], None] | None = None) -> Any:
     return serve
 
 
-def _names(call: Call) -> list[tuple[bytes, bytes]]:
+def _names(call: Call) -> Headers:
     elapsed_ms = (time.monotonic_ns() - call.started_ns) // 1_000_000
     names = {"x-request-id": call.request_id, "openai-processing-ms": str(elapsed_ms)}
     if call.label:

@@ -147,7 +147,8 @@ class Dispatch:
 @dataclass(slots=True, eq=False)
 class Flight:
     """One request at an engine. ``outcome`` is how it ended for the caller: HTTP status, 499, or OUTCOME_LOST;
-    times are of the monotonic clock, ``first_token_ns`` is from the body's end to the first flushed token."""
+    times are of the monotonic clock, ``first_token_ns`` is from the body's end to the first flushed token.
+    ``price_picousd`` is there once it has landed, as the ledger will have it."""
 
     dispatch: Dispatch
     call: Call
@@ -161,6 +162,7 @@ class Flight:
     ended_ns: int = 0
     output_tokens: list[int] = field(default_factory=list)  # seen so far, by choice
     surplus_tokens: int = 0  # of those, behind a stop string
+    price_picousd: int = 0
     _attempt: int = 0
     _engine: EngineClient | None = None
     _stream: EngineStream | None = None
@@ -252,9 +254,7 @@ class Flight:
             post=self.ended_ns - finished_ns,
         )
 
-    @property
-    def price_picousd(self) -> int:
-        """As the ledger will have it, once the request has finished."""
+    def _price(self) -> int:
         used = Quantities(self.usage.prompt_tokens, self.usage.cached_tokens, self.usage.output_tokens)
         return price(self.outcome, used, self.ticket.card, self.work.target.model.name, self.work.flow_class)
 
@@ -272,6 +272,7 @@ class Flight:
         if self.outcome == wire.OUTCOME_LOST or not self._stream.close(self._close()):
             self._be_lost()
             self.dispatch.post_lost(self._lost_record())
+        self.price_picousd = self._price()
         self.ticket.attempt, self.ticket.price_picousd = self._attempt, self.price_picousd
 
     def _be_lost(self) -> None:
@@ -323,8 +324,8 @@ class Flight:
 
     async def _extend_grant(self) -> None:
         """A grant that is nearly used up, or so small that it soon will be, is raised by another block."""
-        most, granted = max(self.output_tokens), self.ticket.granted_tokens
-        if granted >= self.work.sampling.max_tokens or most + EXTEND_AHEAD_TOKENS < granted:
+        granted = self.ticket.granted_tokens
+        if granted >= self.work.sampling.max_tokens or max(self.output_tokens) + EXTEND_AHEAD_TOKENS < granted:
             return
         if await self.dispatch.admission.extend(self.ticket, self.work.total_choices) and self._stream is not None:
             self._stream.grant(self.ticket.granted_tokens)

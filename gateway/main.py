@@ -205,7 +205,7 @@ async def _connect(stack: contextlib.AsyncExitStack, addresses, catalog: Catalog
 
 
 def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetry:
-    telemetry = Telemetry(price_of=lambda work, flight: flight.price_picousd)
+    telemetry = Telemetry()
     try:
         telemetry.spans = otlp_sink(dict(settings.otel), telemetry.metrics.dropped_spans.inc)
     except ValueError as error:

@@ -44,7 +44,6 @@ class Pipeline:
             principal = await authenticate(self.directory, self.failures, call)
             work = await self.reader.read(kind, await call.body(MAX_BODY_BYTES), principal)
             async with (
-                call.watched(),
                 self.idempotency.once(call, work),
                 self.admission.admit(call, work) as ticket,
                 self.dispatch.open(call, work, ticket) as flight,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.call import new_request_id
+from gateway.call import caller_left, new_request_id
 from gateway.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10  # what one read brings beyond it is let through
@@ -22,15 +22,44 @@ MIN_BYTES_PER_S = 1024  # of a body, on average
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What strangers may hold of a process. A head comes within ``receive_s`` of its first byte (of the connection's
-    start, for the first), a body stands still no longer than that and brings MIN_BYTES_PER_S on average; a connection
-    between requests is kept for ``idle_s``. Connections are counted together: a proxy's peers have one address."""
+    start, for the first), a body stands still no longer than that and brings MIN_BYTES_PER_S on average; who takes
+    nothing of an answer for ``send_s`` has left; a connection between requests is kept for ``idle_s``. Connections are
+    counted together: a proxy's peers have one address."""
 
     max_connections: int = 4096
     receive_s: float = 30.0
     idle_s: float = 75.0
+    send_s: float = 60.0
 
 
 DEFAULT_BOUNDS = Bounds()
+
+
+class _OneWriteATurn:
+    """A transport that writes what it was given during a turn of the loop at the turn's end, in one piece: a head with
+    its body, the last chunk with the end of the stream. A write costs more than what it carries."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._pieces: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._call_soon(self._flush)
+        self._pieces.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str):
+        return getattr(self._transport, name)
+
+    def _flush(self) -> None:
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._transport.write(b"".join(pieces))
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -43,9 +72,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._cycles: list[RequestResponseCycle] = []  # requests without a whole answer, oldest first
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._untaken: asyncio.TimerHandle | None = None  # runs while the caller doesn't take what is written
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
+        super().connection_made(_OneWriteATurn(transport))  # pyright: ignore[reportArgumentType]
         if len(self.connections) > self._bounds.max_connections:
             self._refuse(ApiError("This server has too many connections; try again.", code="overloaded"))
         else:
@@ -105,13 +135,24 @@ class HttpProtocol(HttpToolsProtocol):
         """We don't read on, or still answer what came before: the caller isn't late."""
         return self.flow.read_paused or any(not (cycle.more_body or cycle.response_complete) for cycle in self._cycles)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._untaken = self.loop.call_later(self._bounds.send_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._untaken is not None:
+            self._untaken.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
-        if self._timer is not None:
-            self._timer.cancel()
+                caller_left(cycle.scope)
+        for timer in (self._timer, self._untaken):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

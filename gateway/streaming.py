@@ -3,11 +3,8 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
-
-import msgspec
 
 from engine import wire
 from gateway.call import Call
@@ -20,7 +17,6 @@ from gateway.text.tool_format import ToolFormat
 from gateway.work import Work
 
 _log = logging.getLogger("gateway.streaming")
-_encode = msgspec.json.Encoder().encode
 
 
 async def deliver(call: Call, work: Work, flight: Flight) -> None:
@@ -31,12 +27,13 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
     text, form = Text(work), _format(call, work)
     answer = (Streamed if work.style.stream else Whole)(call, work, flight, form)
     try:
-        async with answer.kept_alive(), contextlib.aclosing(flight.events()) as batches:
-            async for batch in batches:
-                pieces = list(text.pieces(batch))
-                for index in text.stopped():
-                    flight.abort(index)
-                await answer.add(pieces)
+        async with contextlib.aclosing(flight.events()) as batches:
+            with answer.kept_alive():
+                async for batch in batches:
+                    pieces = text.pieces(batch)
+                    for index in text.stopped():
+                        flight.abort(index)
+                    await answer.add(pieces)
         flight.leave_out(text.surplus_tokens)
         await answer.end()
         flight.answered()
@@ -73,15 +70,17 @@ class Text:
         self._scores: list[list[wire.TokenLogprobs]] = [[] for _ in work.prompts]
         self._stopped: list[int] = []
 
-    def pieces(self, batch: list) -> Iterator[tuple[int, Piece]]:
+    def pieces(self, batch: list) -> list[tuple[int, Piece]]:
         """(choice index, piece) in the order of the events, empty pieces left out."""
+        pieces = []
         for event in batch:
-            if isinstance(event, wire.PromptScores):
-                self._scores[event.prompt_index] += event.logprobs
-            elif isinstance(event, wire.Delta):
+            if isinstance(event, wire.Delta):
                 piece = self._take(event)
                 if piece:
-                    yield event.choice, piece
+                    pieces.append((event.choice, piece))
+            elif isinstance(event, wire.PromptScores):
+                self._scores[event.prompt_index] += event.logprobs
+        return pieces
 
     def stopped(self) -> list[int]:
         """Choices that a stop string has ended since the last time: the engine needn't go on with them."""
@@ -96,7 +95,7 @@ class Text:
     def _take(self, delta: wire.Delta) -> Piece:
         choice = self._choices[delta.choice]
         was_done = choice.done
-        echoed = self._echo(delta.choice)
+        echoed = self._echo(delta.choice) if self._unechoed else None
         piece = choice.take(delta)
         if choice.done and not was_done and not delta.finish_reason:
             self._stopped.append(delta.choice)
@@ -113,7 +112,7 @@ class Text:
 
 
 class Answer(Protocol):
-    def kept_alive(self) -> AbstractAsyncContextManager[None]: ...
+    def kept_alive(self) -> AbstractContextManager[None]: ...
     async def add(self, pieces: list[tuple[int, Piece]]) -> None: ...
     async def end(self) -> None: ...
 
@@ -161,7 +160,7 @@ class Whole:
         choices = {index: _merge(pieces) for index, pieces in sorted(self._pieces.items())}
         if self._work.is_ranked:
             choices = _best(self._work, list(choices.values()))
-        body = _encode(self._form.whole(choices, self._flight.usage))
+        body = self._form.whole(choices, self._flight.usage)
         await self._call.whole(body)
         await self._call.answer(body)
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -12,6 +13,7 @@ from engine.wire import OUTCOME_LOST
 from gateway.call import Call
 from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
+from gateway.phases import Phases
 from gateway.top_tenants import TopTenants
 from gateway.tracing.request_trace import refused_trace, request_trace
 from gateway.tracing.sink import SpanSink
@@ -28,28 +30,45 @@ _USD = 1e-12  # of a picousd
 _TOTAL = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 
 
+_Metric = TypeVar("_Metric", Counter, Histogram)
+
+
+class ByLabels(dict[tuple[str, ...], _Metric]):
+    """A metric's children by their labels: the library would look for one under a lock, each time."""
+
+    def __init__(self, metric: _Metric) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def __missing__(self, labels: tuple[str, ...]) -> _Metric:
+        child = self[labels] = self._metric.labels(*labels)
+        return child
+
+
 class Metrics:
     """One registry a process, with the gateway's names of ops/METRICS.md; labels are bounded: models are the served
     ones, ``route`` says whether an adapter ran, tenants go through TopTenants."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("tenora_requests", "Requests by how they ended.", "model", "class", "outcome")
-        self.refusals = self._counter("tenora_admission_refusals", "Requests refused before an engine.", "reason")
-        self.tokens = self._counter("tenora_tokens", "Tokens of requests that ended.", "kind")
-        self.phases = self._histogram("tenora_request_phase_seconds", "Where time went.", _PHASES, "phase")
-        self.first_token = self._histogram("tenora_time_to_first_token_seconds", "Streams only.", _FIRST_TOKEN, *_ROUTE)
-        self.each_token = self._histogram(
+        self.requests = self._counters("tenora_requests", "Requests by how they ended.", "model", "class", "outcome")
+        self.refusals = self._counters("tenora_admission_refusals", "Requests refused before an engine.", "reason")
+        self.tokens = self._counters("tenora_tokens", "Tokens of requests that ended.", "kind")
+        self.phases = self._histograms("tenora_request_phase_seconds", "Where time went.", _PHASES, "phase")
+        self.first_token = self._histograms(
+            "tenora_time_to_first_token_seconds", "Streams only.", _FIRST_TOKEN, *_ROUTE
+        )
+        self.each_token = self._histograms(
             "tenora_time_per_output_token_seconds", "From two tokens on.", _EACH_TOKEN, *_ROUTE
         )
-        self.seconds = self._histogram("tenora_request_seconds", "Body read to last byte.", _TOTAL, *_ROUTE)
-        self.gpu_seconds = self._counter("tenora_request_gpu_seconds", "Attributed to requests that ended.", *_ROUTE)
-        self.price = self._counter("tenora_request_price_usd", "Prices of requests that ended.", *_ROUTE)
-        self.tenant_requests = self._counter("tenora_tenant_requests", "By the busiest tenants.", "tenant", "outcome")
-        self.tenant_tokens = self._counter("tenora_tenant_tokens", "By the busiest tenants.", "tenant", "kind")
-        self.tenant_gpu_seconds = self._counter("tenora_tenant_gpu_seconds", "By the busiest tenants.", "tenant")
-        self.tenant_price = self._counter("tenora_tenant_price_usd", "By the busiest tenants.", "tenant")
-        self.slo = self._counter("tenora_slo_requests", "Valid ones by SLI.", "model", "class", "objective", "result")
+        self.seconds = self._histograms("tenora_request_seconds", "Body read to last byte.", _TOTAL, *_ROUTE)
+        self.gpu_seconds = self._counters("tenora_request_gpu_seconds", "Attributed to requests that ended.", *_ROUTE)
+        self.price = self._counters("tenora_request_price_usd", "Prices of requests that ended.", *_ROUTE)
+        self.tenant_requests = self._counters("tenora_tenant_requests", "By the busiest tenants.", "tenant", "outcome")
+        self.tenant_tokens = self._counters("tenora_tenant_tokens", "By the busiest tenants.", "tenant", "kind")
+        self.tenant_gpu_seconds = self._counters("tenora_tenant_gpu_seconds", "By the busiest tenants.", "tenant")
+        self.tenant_price = self._counters("tenora_tenant_price_usd", "By the busiest tenants.", "tenant")
+        self.slo = self._counters("tenora_slo_requests", "Valid ones by SLI.", "model", "class", "objective", "result")
         self.dropped_spans = self._counter("tenora_spans_dropped", "Spans that no collector has taken.")
         self.fallbacks = self._counter("tenora_fallbacks", "A lesser way was taken.", "kind", "reason")
         for kind, reason in FALLBACKS:
@@ -66,13 +85,16 @@ class Metrics:
 
     def count_slo(self, model: str, flow_class: str, sli: str, good: bool) -> None:
         """A request was judged against an objective, or failed."""
-        self.slo.labels(model, flow_class, sli, "good" if good else "bad").inc()
+        self.slo[model, flow_class, sli, "good" if good else "bad"].inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+    def _counters(self, name: str, text: str, *labels: str) -> "ByLabels[Counter]":
+        return ByLabels(self._counter(name, text, *labels))
+
+    def _histograms(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> "ByLabels[Histogram]":
+        return ByLabels(Histogram(name, text, labels, buckets=buckets, registry=self.registry))
 
 
 @dataclass(slots=True)
@@ -81,7 +103,6 @@ class Telemetry:
 
     metrics: Metrics = field(default_factory=Metrics)
     spans: SpanSink | None = None
-    price_of: Callable[[Work, Flight], int] = lambda work, flight: 0
     top_tenants: TopTenants = field(default_factory=TopTenants)
     on_refused: Callable[[Call, Work | None, int, str], None] = lambda call, work, status, code: None
 
@@ -98,48 +119,51 @@ class Telemetry:
         self, call: Call, work: Work | None, flight: Flight | None, error: ApiError | None, status: int
     ) -> None:
         outcome = "replayed" if call.is_replay else _outcome(status)
-        self.metrics.requests.labels(*_labels(None if call.is_replay else work), outcome).inc()
+        self.metrics.requests[*_labels(None if call.is_replay else work), outcome].inc()
         is_sampled = self.spans.wants(call) if self.spans else call.sampled
+        phases, price_picousd = None, 0
         if work is None or flight is None or not flight.submitted_ns:
             if not call.is_replay:
                 reason = _reason(error) if error else "caller_left"
-                self.metrics.refusals.labels(reason).inc()
+                self.metrics.refusals[(reason,)].inc()
                 self.on_refused(call, work, status, reason)
             trace = partial(refused_trace, call, work, status, error, time.monotonic_ns())
         else:
-            price_picousd = self.price_of(work, flight)
-            self._measure(work, flight, price_picousd, {"trace_id": call.trace_id} if is_sampled else None)
+            phases, price_picousd = flight.phases(), flight.price_picousd
+            self._measure(work, flight, phases, price_picousd, {"trace_id": call.trace_id} if is_sampled else None)
             trace = partial(request_trace, call, work, flight, error, price_picousd)
         if call.principal is not None:
-            self._measure_tenant(call.principal.tenant_id, work, flight, outcome)
+            self._measure_tenant(call.principal.tenant_id, flight, price_picousd, outcome)
         if self.spans is not None and is_sampled:
             self.spans.put(trace())
-        _log.info("%s", _line(call, work, flight, outcome, error))
+        _log.info("%s", _line(call, work, flight, phases, outcome, error))
 
-    def _measure(self, work: Work, flight: Flight, price_picousd: int, trace: dict[str, str] | None) -> None:
-        metrics, usage, phases = self.metrics, flight.usage, flight.phases()
+    def _measure(
+        self, work: Work, flight: Flight, phases: Phases, price_picousd: int, trace: dict[str, str] | None
+    ) -> None:
+        metrics, usage = self.metrics, flight.usage
         route = (*_labels(work), "adapter" if work.target.adapter_key else "base")
         for name in ("queue", "prefill", "decode", "network", "post"):
-            metrics.phases.labels(name).observe(getattr(phases, name) * _NS, trace)
-        metrics.seconds.labels(*route).observe(phases.total * _NS, trace)
+            metrics.phases[(name,)].observe(getattr(phases, name) * _NS, trace)
+        metrics.seconds[route].observe(phases.total * _NS, trace)
         if flight.first_token_ns:
-            metrics.first_token.labels(*route).observe(flight.first_token_ns * _NS, trace)
+            metrics.first_token[route].observe(flight.first_token_ns * _NS, trace)
         if usage.output_tokens > 1:
-            metrics.each_token.labels(*route).observe(usage.decode_ns * _NS / (usage.output_tokens - 1), trace)
+            metrics.each_token[route].observe(usage.decode_ns * _NS / (usage.output_tokens - 1), trace)
         for kind, number in _tokens(flight):
-            metrics.tokens.labels(kind).inc(number)
-        metrics.gpu_seconds.labels(*route).inc(usage.gpu_ns * _NS)
-        metrics.price.labels(*route).inc(price_picousd * _USD)
+            metrics.tokens[(kind,)].inc(number)
+        metrics.gpu_seconds[route].inc(usage.gpu_ns * _NS)
+        metrics.price[route].inc(price_picousd * _USD)
 
-    def _measure_tenant(self, tenant_id: str, work: Work | None, flight: Flight | None, outcome: str) -> None:
+    def _measure_tenant(self, tenant_id: str, flight: Flight | None, price_picousd: int, outcome: str) -> None:
         metrics, tenant = self.metrics, self.top_tenants.label(tenant_id)
-        metrics.tenant_requests.labels(tenant, outcome).inc()
-        if work is None or flight is None or not flight.submitted_ns:
+        metrics.tenant_requests[tenant, outcome].inc()
+        if flight is None or not flight.submitted_ns:
             return
         for kind, number in _tokens(flight):
-            metrics.tenant_tokens.labels(tenant, kind).inc(number)
-        metrics.tenant_gpu_seconds.labels(tenant).inc(flight.usage.gpu_ns * _NS)
-        metrics.tenant_price.labels(tenant).inc(self.price_of(work, flight) * _USD)
+            metrics.tenant_tokens[tenant, kind].inc(number)
+        metrics.tenant_gpu_seconds[(tenant,)].inc(flight.usage.gpu_ns * _NS)
+        metrics.tenant_price[(tenant,)].inc(price_picousd * _USD)
 
 
 def _tokens(flight: Flight) -> tuple[tuple[str, int], ...]:
@@ -160,7 +184,14 @@ def _outcome(status: int) -> str:
     return "lost" if status == OUTCOME_LOST else "cancelled" if status == CALLER_LEFT else str(status)
 
 
-def _line(call: Call, work: Work | None, flight: Flight | None, outcome: str, error: ApiError | None) -> str:
+def _line(
+    call: Call,
+    work: Work | None,
+    flight: Flight | None,
+    phases: Phases | None,
+    outcome: str,
+    error: ApiError | None,
+) -> str:
     parts = [f"request={call.request_id}", f"status={outcome}"]
     if call.is_replay:
         return " ".join(parts)
@@ -170,8 +201,8 @@ def _line(call: Call, work: Work | None, flight: Flight | None, outcome: str, er
         parts += [f"tenant={call.principal.tenant_id}", f"key={call.principal.key_id}"]
     if work is not None:
         parts += [f"op={work.operation}", f"model={work.target.model.name}", f"class={work.flow_class}"]
-    if flight is not None and flight.submitted_ns:
-        usage, phases = flight.usage, flight.phases()
+    if flight is not None and phases is not None:
+        usage = flight.usage
         parts += [f"input={usage.prompt_tokens}", f"cached={usage.cached_tokens}", f"output={usage.output_tokens}"]
         parts.append(f"total_ms={phases.total // 1_000_000}")
     return " ".join(parts)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import CursorResult, delete, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 _ARRAYS = {str: "text[]", int: "bigint[]", bool: "boolean[]", bytes: "bytea[]"}
@@ -18,8 +19,8 @@ async def insert_new(session: AsyncSession, table: Any, columns: tuple[str, ...]
     """INSERT … ON CONFLICT DO NOTHING of rows with ``columns``' values, in their order; how many were new."""
     if not rows:
         return 0
-    dialect = (await session.connection()).dialect.name
-    return (await _run(session, _statement(table, columns, dialect), rows)).rowcount
+    connection = await session.connection()
+    return (await _run(connection, _statement(table, columns, connection.dialect.name), rows)).rowcount
 
 
 async def absent(session: AsyncSession, table: Any, key: str, values: Sequence[str]) -> set[str]:
@@ -45,13 +46,14 @@ async def insert_telling(
     connection = await session.connection()
     if connection.dialect.name == "postgresql":
         statement = f"{_statement(table, columns, 'postgresql')} RETURNING {', '.join(key)}"
-        return {tuple(row) for row in await _run(session, statement, rows)}
+        return {tuple(row) for row in await _run(connection, statement, rows)}
     # a writer is alone on SQLite from BEGIN IMMEDIATE on: what is not there now is new
     names = ", ".join(key)
     known = f"SELECT {names} FROM {table.__tablename__} WHERE {key[0]} IN (SELECT value FROM json_each(?))"  # noqa: S608
     there = {tuple(row) for row in await connection.exec_driver_sql(known, (json.dumps([row[0] for row in rows]),))}
     new = [row for row in rows if row[: len(key)] not in there]
-    await insert_new(session, table, columns, new)
+    if new:
+        await _run(connection, _statement(table, columns, "sqlite"), new)
     return {row[: len(key)] for row in new}
 
 
@@ -64,9 +66,10 @@ async def add_up(
     """
     if not rows:
         return
-    dialect, name = (await session.connection()).dialect.name, table.__tablename__
+    connection, name = await session.connection(), table.__tablename__
     added = ", ".join(f"{each} = {name}.{each} + excluded.{each}" for each in sums)
-    await _run(session, _statement(table, (*key, *sums), dialect, f"({', '.join(key)}) DO UPDATE SET {added}"), rows)
+    on_conflict = f"({', '.join(key)}) DO UPDATE SET {added}"
+    await _run(connection, _statement(table, (*key, *sums), connection.dialect.name, on_conflict), rows)
 
 
 async def taken(
@@ -100,15 +103,14 @@ async def put(
     """Inserts rows of (*key, *values), in place of those that are there; each key once, in key order."""
     if not rows:
         return
-    dialect = (await session.connection()).dialect.name
+    connection = await session.connection()
     changes = ", ".join(f"{each} = excluded.{each}" for each in values)
     on_conflict = f"({', '.join(key)}) DO UPDATE SET {changes}"
-    await _run(session, _statement(table, (*key, *values), dialect, on_conflict), rows)
+    await _run(connection, _statement(table, (*key, *values), connection.dialect.name, on_conflict), rows)
 
 
-async def _run(session: AsyncSession, statement: str, rows: Sequence[tuple]) -> CursorResult[Any]:
+async def _run(connection: AsyncConnection, statement: str, rows: Sequence[tuple]) -> CursorResult[Any]:
     """A ``_statement`` on rows of its columns."""
-    connection = await session.connection()
     if connection.dialect.name == "postgresql":
         return await connection.exec_driver_sql(statement, tuple(list(column) for column in zip(*rows, strict=True)))
     return await connection.exec_driver_sql(statement, list(rows))

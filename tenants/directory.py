@@ -110,6 +110,7 @@ class _Known:
     pepper: int
     expires_unix_ns: int | None
     holder: Principal | Operator | None  # None = revoked, suspended or deleted
+    budget: Budget | None = None  # of a tenant's key, whether or not it may be used
 
 
 _UNKNOWN = _Known(_NO_DIGEST, 0, None, None)
@@ -162,11 +163,10 @@ class Directory:
         holder = self._check(text, self._live)
         return holder if isinstance(holder, Principal) else None
 
-    def budget_of(self, tenant_id: str, key_id: str) -> Budget | None:
+    def budget_of(self, key_id: str) -> Budget | None:
         """What that key may spend, also one that is not valid any more; None for one that we never heard of, or have
         forgotten with its deleted tenant."""
-        key, tenant = self._live_rows.get(key_id), self._tenants.get(tenant_id)
-        return _budget(key, tenant) if key is not None and tenant is not None else None
+        return self._live.get(key_id, _UNKNOWN).budget
 
     def holds(self, key_id: str) -> bool:
         """Whether that key is neither revoked nor its tenant suspended, as far as we have heard."""
@@ -285,7 +285,9 @@ class Directory:
 
 def _known_key(key: ApiKey, tenant: Tenant) -> _Known:
     usable = key.revoked_unix_ns is None and tenant.status == "active" and tenant.deleted_unix_ns is None
-    return _Known(key.digest, key.pepper, key.expires_unix_ns, _principal(key, tenant) if usable else None)
+    budget = _budget(key, tenant)
+    holder = _principal(key, tenant, budget) if usable else None
+    return _Known(key.digest, key.pepper, key.expires_unix_ns, holder, budget)
 
 
 def _known_operator(key: OperatorKey) -> _Known:
@@ -293,7 +295,7 @@ def _known_operator(key: OperatorKey) -> _Known:
     return _Known(key.digest, key.pepper, key.expires_unix_ns, holder)
 
 
-def _principal(key: ApiKey, tenant: Tenant) -> Principal:
+def _principal(key: ApiKey, tenant: Tenant, budget: Budget) -> Principal:
     return Principal(
         tenant_id=tenant.tenant_id,
         tenant_name=tenant.name,
@@ -305,7 +307,7 @@ def _principal(key: ApiKey, tenant: Tenant) -> Principal:
         limits=_limits(tenant),
         key_limits=_limits(key),
         scoped_limits=tuple(map(_scoped, key.scoped_limits)),
-        budget=_budget(key, tenant),
+        budget=budget,
         default_output_tokens=tenant.default_output_tokens,
         adapter_limits=AdapterLimits(
             max_adapters=tenant.max_adapters,

@@ -4,7 +4,6 @@ Of a key's value only keyed hashes are stored. The value itself is what opens th
 it again brings that along. Database and secrets together don't give it, as long as the value can't be guessed.
 """
 
-import hashlib
 import hmac
 import secrets as random
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class IdempotencyKey:
 
     def body_hash(self, request: bytes) -> bytes:
         """What tells one request from another under this key, and nobody without it anything; 32 bytes."""
-        return hmac.digest(self.secret.reveal(), request, hashlib.sha256)
+        return hmac.digest(self.secret.reveal(), request, "sha256")
 
     def seal(self, request_id: str, answer: bytes) -> bytes:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # megabytes that few processes need

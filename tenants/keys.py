@@ -4,7 +4,6 @@ The first 10 of the 30 are the public key id, the other 20 (119 bits) the secret
 whole text is kept. The CRC lets a scanner tell a leaked key from noise; it proves nothing.
 """
 
-import hashlib
 import hmac
 import secrets as random
 import string
@@ -66,7 +65,7 @@ def parse(text: str) -> str | None:
 
 def digest(text: str, pepper: Secret) -> bytes:
     """HMAC-SHA256 of the whole key, 32 bytes. Longer input is cut: it can't match, and must cost no more."""
-    return hmac.digest(pepper.reveal(), text[: MAX_KEY_LENGTH + 1].encode("utf-8", "surrogatepass"), hashlib.sha256)
+    return hmac.digest(pepper.reveal(), text[: MAX_KEY_LENGTH + 1].encode("utf-8", "surrogatepass"), "sha256")
 
 
 def _key_id(text: str, kind: KeyKind) -> str:

@@ -1,7 +1,6 @@
 """The request context: what the gateway knows of a request, sealed, carried by the engine, and read again
 when its usage record comes back, perhaps in another process after a crash."""
 
-import hashlib
 import hmac
 from typing import Literal, TypeAlias
 
@@ -75,7 +74,7 @@ def unseal(data: bytes, *keys: Secret) -> RequestContext:
 
 
 def _mac(body: bytes, key: Secret) -> bytes:
-    return hmac.digest(key.reveal(), _TAG + body, hashlib.sha256)[:_MAC_BYTES]
+    return hmac.digest(key.reveal(), _TAG + body, "sha256")[:_MAC_BYTES]
 
 
 def _check(fits: bool, field: str) -> None:

@@ -1,7 +1,7 @@
 """From quantities to charges: pure integer arithmetic. 1 USD = 10¹² picousd."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from tenants.errors import InvalidValue
@@ -44,6 +44,7 @@ class RateCard:
     effective_unix_ns: int
     prices: Mapping[PriceKey, int]
     currency: str = "USD"
+    _found: dict[PriceKey, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for meter in METERS:
@@ -58,6 +59,13 @@ class RateCard:
 
     def price(self, meter: Meter | AdapterMeter, model: str, flow_class: str) -> int:
         """Picousd for each ``unit_of`` the meter: the most exact item wins, the model before the class."""
+        asked = (meter, model, flow_class)
+        price = self._found.get(asked)
+        if price is None:
+            price = self._found[asked] = self._find(*asked)
+        return price
+
+    def _find(self, meter: str, model: str, flow_class: str) -> int:
         for key in ((meter, model, flow_class), (meter, model, ANY), (meter, ANY, flow_class), (meter, ANY, ANY)):
             if key in self.prices:
                 return self.prices[key]

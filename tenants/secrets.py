@@ -9,7 +9,6 @@ meet in one message, whatever a client chose for its part.
 """
 
 import contextlib
-import hashlib
 import hmac
 import json
 import os
@@ -134,7 +133,7 @@ class Secrets:
 
 def _digest(key: Secret, *fields: bytes) -> bytes:
     message = b"tenora\x01" + b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-    return hmac.digest(key.reveal(), message, hashlib.sha256)
+    return hmac.digest(key.reveal(), message, "sha256")
 
 
 def rotate(path: Path) -> Secrets:

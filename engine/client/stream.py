@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias, cast
 
@@ -26,14 +25,24 @@ class EngineStream:
     ``submitted_ns`` and ``finished_ns`` are of this process's monotonic clock; 0 = not yet.
     """
 
-    __slots__ = ("_close_sent", "_connection", "_events", "_waiter", "finished_ns", "request_id", "submitted_ns")
+    __slots__ = (
+        "_close_sent",
+        "_connection",
+        "_events",
+        "_loop",
+        "_waiter",
+        "finished_ns",
+        "request_id",
+        "submitted_ns",
+    )
 
     def __init__(self, request_id: str, connection: "Connection") -> None:
         self.request_id = request_id
         self.submitted_ns = time.monotonic_ns()
         self.finished_ns = 0
         self._connection: Connection | None = connection
-        self._events: deque[Event] = deque()
+        self._loop = connection.loop
+        self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
         self._close_sent = False
 
@@ -46,13 +55,12 @@ class EngineStream:
             if self._connection is None and not self.finished_ns:
                 raise EngineLost(f"connection lost during {self.request_id}")
             assert not self.finished_ns, "next() after the terminal event"
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        events = list(self._events)
-        self._events.clear()
+        events, self._events = self._events, []
         return events
 
     def abort(self, choice: int = -1) -> None:
@@ -112,7 +120,9 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outgoing: list[bytes] = []
+        self.loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self.loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -138,9 +148,18 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def send(self, message: wire.ToEngine) -> None:
-        """Queues a message; dropped when the connection is gone."""
+        """Queues a message; dropped when the connection is gone. All of a turn of the loop are one write: each would
+        wake the engine."""
+        if self._transport is None or self.lost.done():
+            return
+        if not self._outgoing:
+            self.loop.call_soon(self._flush)
+        self._outgoing.append(wire.encode(message))
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
         if self._transport is not None and not self.lost.done():
-            self._transport.write(wire.encode(message))
+            self._transport.write(b"".join(outgoing))
 
     async def writable(self) -> None:
         """Waits until the peer has read most of what was sent. Raises EngineLost."""

@@ -1,9 +1,7 @@
 """From the ledger to the spend windows: what a request came to, as soon as its record is booked for good."""
 
-import asyncio
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sqlalchemy import event
 from sqlmodel.ext.asyncio.session import AsyncSession
@@ -21,17 +19,6 @@ class Bookings:
 
     limiter: Limiter
     directory: Directory
-    _queue: asyncio.Queue[tuple[Reservation, int]] = field(default_factory=asyncio.Queue)
-    _worker: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        self._worker = asyncio.create_task(self._work(), name="bookings")
-
-    async def close(self) -> None:
-        if self._worker is not None:
-            self._worker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._worker
 
     async def fold(self, session: AsyncSession, booked: Sequence[Booked]) -> None:
         told = [(spent, one.request.context.attempt) for one in booked if (spent := self._spent(one)) is not None]
@@ -39,13 +26,13 @@ class Bookings:
             event.listen(session.sync_session, "after_commit", lambda _: self._tell(told), once=True)
 
     def _tell(self, told: Sequence[tuple[Reservation, int]]) -> None:
-        for one in told:
-            self._queue.put_nowait(one)
+        for reservation, attempt in told:
+            self.limiter.book(reservation, attempt)
 
     def _spent(self, booked: Booked) -> Reservation | None:
         """What it counts in the windows of its tenant's limits; None where there is none."""
         context = booked.request.context
-        budget = self.directory.budget_of(context.tenant_id, context.key_id)
+        budget = self.directory.budget_of(context.key_id)
         adapter = context.model.partition("@")[0] if context.adapter_version_id else ""
         began = context.admitted_unix_ns
         windows = budget.windows(context.key_id, context.base_model, adapter, began) if budget else ()
@@ -53,7 +40,3 @@ class Bookings:
             return None
         picousd = sum(charge.amount_picousd for charge in booked.charges)
         return Reservation(context.request_id, 0, context.tenant_id, context.key_id, 0, (), Spend(picousd, windows))
-
-    async def _work(self) -> None:
-        while True:
-            await self.limiter.book(*await self._queue.get())

@@ -42,10 +42,7 @@ class Credit:
 
     @contextlib.asynccontextmanager
     async def held(self, ticket: Ticket) -> AsyncIterator[None]:
-        """Holds what the request may cost while it is not known what it does. Raises ApiError 402 and 503."""
-        if not ticket.is_prepaid:
-            yield
-            return
+        """Holds what a prepaid request may cost while it is not known what it does. Raises ApiError 402 and 503."""
         try:
             if not await self._ask(WalletRepository.reserve, self._hold(ticket, ticket.bound_picousd)):
                 raise _exhausted(ticket)

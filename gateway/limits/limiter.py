@@ -13,13 +13,14 @@ from gateway.limits.tickets import Ticket
 from tenants.errors import SpendUnknown, StoreUnavailable
 from tenants.quota.local_share import LocalShare
 from tenants.quota.quota import Admitted, Quota, Refused, Reservation
+from tenants.quota.script import Answer
 
 LOCAL_FOR_S = 300.0  # an outage that lasts longer is refused for
 RETRY_S = 0.25
 MAX_UNHEARD = 4096
 _log = logging.getLogger("gateway.limits.limiter")
 _T = TypeVar("_T")
-_Settlement: TypeAlias = Callable[[], Awaitable[object]]
+_Settlement: TypeAlias = Callable[[], Answer]
 
 
 class Recounts(Protocol):
@@ -77,20 +78,20 @@ class Limiter:
             self.count_fallback("limiter", "store_unavailable")
             return self._may_decide(reservation) and self.share.extend(reservation, more_tokens)
 
-    async def settle(self, ticket: Ticket) -> None:
-        """Never fails: what the store does not hear now it hears when it is back."""
+    def settle(self, ticket: Ticket) -> None:
+        """Never fails, and waits for nothing: what the store does not hear now it hears when it is back."""
         reservation = ticket.reservation
         self.share.settle(reservation, ticket.used_tokens, ticket.kind)
-        await self._tell(
+        self._tell(
             reservation,
             functools.partial(
                 self.quota.settle, reservation, ticket.used_tokens, ticket.kind, ticket.price_picousd, ticket.attempt
             ),
         )
 
-    async def book(self, reservation: Reservation, attempt: int) -> None:
+    def book(self, reservation: Reservation, attempt: int) -> None:
         """As ``settle``: the ledger has what that attempt of ``reservation`` spent."""
-        await self._tell(reservation, functools.partial(self.quota.book, reservation, attempt))
+        self._tell(reservation, functools.partial(self.quota.tell_booked, reservation, attempt))
 
     async def renew(self, reservations: Iterable[Reservation]) -> None:
         """The leases of all that runs: what we admitted ourselves counts in the store as soon as that is back."""
@@ -109,10 +110,18 @@ class Limiter:
             self._owe(functools.partial(self.quota.settle, reservation, 0, "void"))
             raise
 
-    async def _tell(self, reservation: Reservation, settlement: _Settlement) -> None:
-        try:
-            await self._ask(reservation, settlement)
-        except StoreUnavailable:
+    def _tell(self, reservation: Reservation, settlement: _Settlement) -> None:
+        if not reservation.is_limited:
+            return
+        if self.is_away:
+            self._owe(settlement)
+        else:
+            settlement().add_done_callback(functools.partial(self._told, settlement))
+
+    def _told(self, settlement: _Settlement, answer: Answer) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if isinstance(error, StoreUnavailable):
+            self._lost(error)
             self._owe(settlement)
 
     async def _ask(self, reservation: Reservation, question: Callable[[], Awaitable[_T]]) -> _T:

@@ -169,7 +169,7 @@ class Recount:
         await self.directory.refresh()
         running, ended = list(self.tickets), self.tickets.ended()
         for ticket in (*running, *ended):
-            ticket.count(self.directory.budget_of(ticket.reservation.tenant_id, ticket.reservation.key_id))
+            ticket.count(self.directory.budget_of(ticket.reservation.key_id))
         await self.quota.renew([ticket.reservation for ticket in running if ticket.reservation.spend])
         await self.quota.announce_ended([ticket.spent() for ticket in ended if ticket.reservation.spend])
 

@@ -33,11 +33,11 @@ class Spending:
     tickets: Tickets
 
     async def start(self) -> None:
-        for part in (self.recount, self.limiter, self.credit, self.bookings):
+        for part in (self.recount, self.limiter, self.credit):
             await part.start()
 
     async def close(self) -> None:
-        for part in (self.bookings, self.credit, self.limiter, self.recount):
+        for part in (self.credit, self.limiter, self.recount):
             await part.close()
 
 

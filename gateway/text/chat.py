@@ -9,7 +9,7 @@ is encoded as ordinary text, marks removed, and with the same seams as in one st
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from gateway.text.tools import CALL_OPEN, with_preamble
 
 MAX_RENDERED_CHARS = 16 << 20  # a template may repeat what it is given; nothing sane comes near
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
+_ANY_MARK = re.compile(f"[{_MARKS[0]}-{_MARKS[-1]}]")
 
 
 class ChatTemplate:
@@ -52,7 +53,7 @@ class ChatTemplate:
         words = {"messages": plain} | ({"tools": told} if told else {})
         mark = _unused_mark(words)
         marked = _map_strings(words, lambda text: self._marks.sub(lambda m: m[1] or m[0] + mark, text))
-        return list(self._encode(self._render(marked), mark))
+        return self._encode(self._render(marked), mark)
 
     def _render(self, words: dict[str, Any]) -> str:
         pieces, size = [], 0
@@ -69,12 +70,14 @@ class ChatTemplate:
             raise invalid(f"The model's chat template refuses these messages: {reason}", "messages") from None
         return "".join(pieces)
 
-    def _encode(self, text: str, mark: str) -> Iterator[int]:
+    def _encode(self, text: str, mark: str) -> list[int]:
+        ids: list[int] = []
         for i, part in enumerate(self._control.split(text)):
             if i % 2:
-                yield self._tokenizer.control[part]
+                ids.append(self._tokenizer.control[part])
             elif part:
-                yield from self._tokenizer.encode(part.replace(mark, ""))
+                ids += self._tokenizer.encode(part.replace(mark, ""))
+        return ids
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -157,7 +160,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 def _unused_mark(words: dict[str, Any]) -> str:
     seen: set[str] = set()
-    _map_strings(words, lambda text: seen.update(mark for mark in _MARKS if mark in text) or text)
+    _map_strings(words, lambda text: seen.update(_ANY_MARK.findall(text)) or text)
     for mark in _MARKS:
         if mark not in seen:
             return mark

@@ -1,8 +1,10 @@
 """OpenAI's two shapes of an answer, whole and in chunks: chat, and the legacy text completion."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Protocol
 
+import msgspec
 from msgspec import UNSET
 
 from engine.wire import TokenLogprobs, Usage
@@ -27,22 +29,25 @@ from gateway.text.tokenizer import ModelTokenizer
 from gateway.work import Work
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
+_encode = msgspec.json.Encoder().encode
 
 
 class Format(Protocol):
-    def chunks(self, index: int, piece: Piece) -> Iterator[Answer]:
+    """Answers as JSON."""
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
         """A piece of one choice as chunks of a stream, in order."""
         ...
 
-    def blank(self) -> Answer:
+    def blank(self) -> bytes:
         """A chunk that goes on with no text."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Answer | None:
+    def usage_chunk(self, usage: Usage) -> bytes | None:
         """The last chunk, where the caller asked for it."""
         ...
 
-    def whole(self, choices: dict[int, Piece], usage: Usage) -> Answer:
+    def whole(self, choices: dict[int, Piece], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
         ...
 
@@ -61,13 +66,13 @@ class _Frame:
         self._tokenizer = work.text.tokenizer
         self._chunk_usage = None if work.style.include_usage else UNSET
 
-    def usage_chunk(self, usage: Usage) -> Answer | None:
+    def usage_chunk(self, usage: Usage) -> bytes | None:
         if not self._work.style.include_usage:
             return None
         return self._answer(self.chunk_object, [], usage_body(usage))
 
-    def _answer(self, kind: str, choices: list, usage: object) -> Answer:
-        return Answer(
+    def _answer(self, kind: str, choices: list, usage: object) -> bytes:
+        answer = Answer(
             id=self._id,
             object=kind,
             created=self._created,
@@ -77,9 +82,16 @@ class _Frame:
             service_tier=self._work.service_tier,
             usage=usage,  # pyright: ignore[reportArgumentType]
         )
+        return _encode(answer)
 
-    def _chunk(self, choice: object) -> Answer:
-        return self._answer(self.chunk_object, [choice], self._chunk_usage)
+    def _chunk(self, choice: object) -> bytes:
+        return b"%b%b%b" % (self._around[0], _encode(choice), self._around[1])
+
+    @cached_property
+    def _around(self) -> tuple[bytes, bytes]:
+        """What stands before and behind a chunk's choice, made once. (No text has a quote that JSON would not mask.)"""
+        before, _, behind = self._answer(self.chunk_object, [], self._chunk_usage).partition(b'"choices":[]')
+        return before + b'"choices":[', b"]" + behind
 
 
 class ChatFormat(_Frame):
@@ -89,7 +101,7 @@ class ChatFormat(_Frame):
         super().__init__(call, work)
         self._begun: set[int] = set()
 
-    def chunks(self, index: int, piece: Piece) -> Iterator[Answer]:
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
         if index not in self._begun:
             self._begun.add(index)
             yield self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
@@ -98,10 +110,10 @@ class ChatFormat(_Frame):
         if piece.finish_reason:
             yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=piece.finish_reason))
 
-    def blank(self) -> Answer:
+    def blank(self) -> bytes:
         return self._chunk(ChatChunkChoice(0, ChatDelta(content="")))
 
-    def whole(self, choices: dict[int, Piece], usage: Usage) -> Answer:
+    def whole(self, choices: dict[int, Piece], usage: Usage) -> bytes:
         bodies = [
             ChatChoice(index, AnswerMessage(piece.text), self._logprobs(piece), piece.finish_reason or "stop")
             for index, piece in choices.items()
@@ -117,13 +129,13 @@ class ChatFormat(_Frame):
 class TextFormat(_Frame):
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def chunks(self, index: int, piece: Piece) -> Iterator[Answer]:
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
         yield self._chunk(self._choice(index, piece))
 
-    def blank(self) -> Answer:
+    def blank(self) -> bytes:
         return self._chunk(TextChoice(0, ""))
 
-    def whole(self, choices: dict[int, Piece], usage: Usage) -> Answer:
+    def whole(self, choices: dict[int, Piece], usage: Usage) -> bytes:
         bodies = [self._choice(index, piece) for index, piece in choices.items()]
         return self._answer(self.whole_object, bodies, usage_body(usage))
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from engine.wire import Usage
 from gateway.call import Call
 from gateway.schemas import (
-    Answer,
     AnswerCall,
     AnswerMessage,
     CallDelta,
@@ -39,7 +38,7 @@ class ToolFormat(ChatFormat):
         super().__init__(call, work)
         self._streams: dict[int, _Stream] = {}
 
-    def chunks(self, index: int, piece: Piece) -> Iterator[Answer]:
+    def chunks(self, index: int, piece: Piece) -> Iterator[bytes]:
         stream = self._streams.setdefault(index, _Stream())
         stream.tokens += piece.tokens
         for event in _events(stream.reader, piece):
@@ -54,11 +53,11 @@ class ToolFormat(ChatFormat):
             reason = self._reason(piece, stream.reader)
             yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason))
 
-    def whole(self, choices: dict[int, Piece], usage: Usage) -> Answer:
+    def whole(self, choices: dict[int, Piece], usage: Usage) -> bytes:
         bodies = [self._choice(index, piece) for index, piece in choices.items()]
         return self._answer(self.whole_object, bodies, usage_body(usage))
 
-    def _text_chunks(self, index: int, stream: _Stream, text: str) -> Iterator[Answer]:
+    def _text_chunks(self, index: int, stream: _Stream, text: str) -> Iterator[bytes]:
         if not stream.begun:
             yield self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
             stream.begun = True

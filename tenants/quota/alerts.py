@@ -3,18 +3,54 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sqlalchemy import or_
+from sqlalchemy import bindparam, or_, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
 from tenants.bulk import insert_new
-from tenants.database import locked
 from tenants.events import emit
+from tenants.periods import Period
 from tenants.quota.budgets import Window, period_of
 from tenants.quota.spend_repository import SpendRepository
 from tenants.settled import Booked
 from tenants.tables import SpendTotal, Tenant, Wallet
+
+
+class _Watched(NamedTuple):
+    """A tenant with a limit, or with credit."""
+
+    tenant_id: str
+    limit_picousd: int | None
+    is_prepaid: bool
+    alerts: list[int]
+    time_zone: str
+    anchor_day: int
+    changed_unix_ns: int
+
+
+# Statements of columns, built once: each booking needs them.
+_WATCHED = (
+    select(  # pyright: ignore[reportCallIssue]
+        col(Tenant.tenant_id),
+        col(Tenant.spend_limit_picousd_per_month),
+        col(Tenant.is_prepaid),
+        col(Tenant.spend_alerts),
+        col(Tenant.time_zone),
+        col(Tenant.billing_anchor_day),
+        col(Tenant.changed_unix_ns),
+    )
+    .where(
+        col(Tenant.tenant_id).in_(bindparam("tenant_ids", expanding=True)),
+        or_(col(Tenant.spend_limit_picousd_per_month).is_not(None), col(Tenant.is_prepaid)),
+    )
+    .order_by(col(Tenant.tenant_id))
+)
+_OF_MONTH = col(SpendTotal.tenant_id) == bindparam("of_tenant"), col(SpendTotal.period) == bindparam("of_period")
+_TOTAL = select(SpendTotal.picousd, SpendTotal.stamp).where(*_OF_MONTH).with_for_update()
+_SET_TOTAL = update(SpendTotal).where(*_OF_MONTH).values(picousd=bindparam("now_picousd"), stamp=bindparam("now_stamp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +65,36 @@ class AlertFold:
                 spent[one.request.context.tenant_id].append((one.request.context.admitted_unix_ns, picousd))
         if not spent:
             return
-        is_watched = or_(col(Tenant.spend_limit_picousd_per_month).is_not(None), col(Tenant.is_prepaid))
-        query = select(Tenant).where(col(Tenant.tenant_id).in_(sorted(spent)), is_watched).order_by(Tenant.tenant_id)
-        for tenant in (await session.exec(query)).all():
-            if tenant.spend_limit_picousd_per_month is not None:
-                await _alert_of_budget(session, tenant, spent[tenant.tenant_id])
+        connection = await session.connection()
+        for row in (await connection.execute(_WATCHED, {"tenant_ids": sorted(spent)})).all():
+            tenant = _Watched(*row)
+            if tenant.limit_picousd is not None:
+                await _alert_of_budget(session, tenant, tenant.limit_picousd, spent[tenant.tenant_id])
             if tenant.is_prepaid:
                 await _alert_of_credit(session, tenant)
 
 
-async def _alert_of_budget(session: AsyncSession, tenant: Tenant, spent: Sequence[tuple[int, int]]) -> None:
-    limit = tenant.spend_limit_picousd_per_month
-    assert limit is not None
-    periods = {unix_ns: period_of(unix_ns, tenant.time_zone, tenant.billing_anchor_day) for unix_ns, _ in spent}
-    for period in sorted(set(periods.values()), key=lambda each: each.start_unix_ns):
-        more = sum(picousd for unix_ns, picousd in spent if periods[unix_ns] == period)
+async def _alert_of_budget(
+    session: AsyncSession, tenant: _Watched, limit: int, spent: Sequence[tuple[int, int]]
+) -> None:
+    months: dict[Period, int] = defaultdict(int)
+    for unix_ns, picousd in spent:
+        months[period_of(unix_ns, tenant.time_zone, tenant.anchor_day)] += picousd
+    for period in sorted(months, key=lambda each: each.start_unix_ns):
         window = Window(f"tenant@{period.label}", limit, tenant.changed_unix_ns, period)
-        before, now = await _add(session, tenant.tenant_id, window, more)
-        for percent in tenant.spend_alerts:
+        before, now = await _add(session, tenant.tenant_id, window, months[period])
+        for percent in tenant.alerts:
             if before * 100 < percent * limit <= now * 100 or (limit == 0 and before == 0):
                 data = {"period": period.label, "percent": percent, "limit_picousd": limit, "spent_picousd": now}
                 await emit(session, tenant.tenant_id, "budget.alert", data, once=f"{period.label}/{percent}")
 
 
-async def _alert_of_credit(session: AsyncSession, tenant: Tenant) -> None:
+async def _alert_of_credit(session: AsyncSession, tenant: _Watched) -> None:
     """Once a threshold as long as nothing is granted: more credit begins anew."""
     wallet = await session.get(Wallet, tenant.tenant_id)
     if wallet is None or not wallet.granted_picousd:
         return
-    for percent in tenant.spend_alerts:
+    for percent in tenant.alerts:
         if wallet.spent_picousd * 100 >= percent * wallet.granted_picousd:
             data = {
                 "percent": percent,
@@ -69,15 +106,23 @@ async def _alert_of_credit(session: AsyncSession, tenant: Tenant) -> None:
 
 
 async def _add(session: AsyncSession, tenant_id: str, window: Window, more: int) -> tuple[int, int]:
-    """(before, now) of the window's total. One that is new, or older than its limit, is summed from the records: those
-    of this transaction are among them, those of another one that waits for this row are not."""
-    await insert_new(session, SpendTotal, ("tenant_id", "period", "stamp"), [(tenant_id, window.period.label, -1)])
-    query = select(SpendTotal).where(SpendTotal.tenant_id == tenant_id, SpendTotal.period == window.period.label)
-    row = (await locked(session, query)).one()
-    before, row.picousd = row.picousd, row.picousd + more
-    if row.stamp < window.stamp:
-        before, row.stamp = 0, window.stamp
-        row.picousd = await SpendRepository(session).spent(tenant_id, window)
-    session.add(row)
-    await session.flush()
-    return before, row.picousd
+    """(before, now) of the window's total, which is nobody else's until the commit. One that is new, or older than its
+    limit, is summed from the records: those of this transaction are among them, those of another one that waits for
+    this row are not."""
+    connection, month = await session.connection(), {"of_tenant": tenant_id, "of_period": window.period.label}
+    before, stamp = await _total(session, connection, month)
+    now = before + more
+    if stamp < window.stamp:
+        before, stamp = 0, window.stamp
+        now = await SpendRepository(session).spent(tenant_id, window)
+    await connection.execute(_SET_TOTAL, month | {"now_picousd": now, "now_stamp": stamp})
+    return before, now
+
+
+async def _total(session: AsyncSession, connection: AsyncConnection, month: dict[str, str]) -> tuple[int, int]:
+    """(picousd, stamp), locked."""
+    row = (await connection.execute(_TOTAL, month)).first()
+    if row is None:
+        await insert_new(session, SpendTotal, ("tenant_id", "period", "stamp"), [(*month.values(), -1)])
+        row = (await connection.execute(_TOTAL, month)).one()
+    return row.picousd, row.stamp

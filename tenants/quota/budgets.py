@@ -7,9 +7,10 @@ from typing import Literal, TypeAlias
 from zoneinfo import ZoneInfo
 
 from tenants.periods import Period, month_of
-from tenants.pricing import Quantities, RateCard, charges
+from tenants.pricing import METERS, RateCard
 
 ScopeKind: TypeAlias = Literal["model", "adapter"]
+_latest: dict[tuple[str, int], Period] = {}  # by time zone and anchor day
 KEPT_MS = 86_400_000  # a window's sum outlives its period by a day, for what began in it
 
 
@@ -58,17 +59,9 @@ class Budget:
 
     def windows(self, key_id: str, base_model: str, adapter: str, unix_ns: int) -> tuple[Window, ...]:
         """Every window that a request begun at that time counts in; () when none of them has a limit."""
-        period = period_of(unix_ns, self.time_zone, self.anchor_day)
-        limits = {(kind, name): limit for kind, name, limit in self.scoped}
-        stamped = [
-            (self.tenant_limit, self.tenant_stamp),
-            (self.key_limit, self.key_stamp),
-            (limits.get(("model", base_model)), self.key_stamp),
-            (limits.get(("adapter", adapter)), self.key_stamp),
-        ]
-        scopes = scopes_of(key_id, base_model, adapter)
-        found = tuple(_window(scope, period, *one) for scope, one in zip(scopes, stamped, strict=False))
-        return found if any(window.limit_picousd is not None for window in found) else ()
+        if not self.is_limited:
+            return ()
+        return _windows(self, key_id, base_model, adapter, period_of(unix_ns, self.time_zone, self.anchor_day))
 
 
 def scopes_of(key_id: str, base_model: str, adapter: str) -> tuple[str, ...]:
@@ -84,19 +77,31 @@ def _zone(name: str) -> ZoneInfo:
 
 
 def period_of(unix_ns: int, time_zone: str, anchor_day: int) -> Period:
-    return month_of(unix_ns, _zone(time_zone), anchor_day)
+    """The month of a tenant's calendar that holds that instant: nearly always the one that was asked for before."""
+    period = _latest.get((time_zone, anchor_day))
+    if period is None or not period.start_unix_ns <= unix_ns < period.end_unix_ns:
+        period = _latest[time_zone, anchor_day] = month_of(unix_ns, _zone(time_zone), anchor_day)
+    return period
+
+
+@lru_cache(1024)
+def _windows(budget: Budget, key_id: str, base_model: str, adapter: str, period: Period) -> tuple[Window, ...]:
+    limits = {(kind, name): limit for kind, name, limit in budget.scoped}
+    stamped = [
+        (budget.tenant_limit, budget.tenant_stamp),
+        (budget.key_limit, budget.key_stamp),
+        (limits.get(("model", base_model)), budget.key_stamp),
+        (limits.get(("adapter", adapter)), budget.key_stamp),
+    ]
+    scopes = scopes_of(key_id, base_model, adapter)
+    found = tuple(_window(scope, period, *one) for scope, one in zip(scopes, stamped, strict=False))
+    return found if any(window.limit_picousd is not None for window in found) else ()
 
 
 def bound_picousd(card: RateCard, model: str, flow_class: str, prompt_tokens: int, output_tokens: int) -> int:
     """The most that such a request can cost, whatever of its prompt is found in a cache."""
-    cold, warm = (
-        sum(charge.amount_picousd for charge in charges(quantities, card, model, flow_class))
-        for quantities in (
-            Quantities(prompt_tokens, 0, output_tokens),
-            Quantities(prompt_tokens, prompt_tokens, output_tokens),
-        )
-    )
-    return max(cold, warm)
+    cold, warm, output, request = (card.price(meter, model, flow_class) for meter in METERS)
+    return prompt_tokens * max(cold, warm) + output_tokens * output + request
 
 
 def limited(windows: Sequence[Window]) -> list[Window]:

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from tenants.errors import InvalidValue, ReservationClosed, SpendUnknown, StoreUnavailable
 from tenants.quota.budgets import KEPT_MS, Spend, Window
-from tenants.quota.script import Script
+from tenants.quota.script import Answer, Script
 
 LimitName: TypeAlias = Literal["requests_per_minute", "tokens_per_minute", "concurrent_requests", "spend"]
 SettleKind: TypeAlias = Literal["exact", "at_least", "void"]
@@ -43,10 +43,10 @@ class Limits:
 
     @property
     def unlimited(self) -> bool:
-        return all(getattr(self, name) is None for name in _RATES)
+        return self.requests_per_minute is None and self.tokens_per_minute is None and self.concurrent_requests is None
 
     def arguments(self) -> list[int]:
-        values = (getattr(self, name) for name in _RATES)
+        values = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         return [_NONE if value is None else value for value in values]
 
 
@@ -150,17 +150,21 @@ class Quota:
         (code,) = await self._run("extend", reservation.grown(0, more_picousd), more_tokens)
         return code == 1
 
-    async def settle(
+    def settle(
         self, reservation: Reservation, used_tokens: int, kind: SettleKind, price_picousd: int = 0, attempt: int = 0
-    ) -> None:
-        """Closes it: once, whatever is asked how often. ``attempt`` is the one that was dispatched last.
+    ) -> Answer:
+        """Closes it: once, whatever is asked how often, and whether or not the answer is awaited. ``attempt`` is the
+        one that was dispatched last.
 
         ``exact`` debits ``used_tokens`` and the price, and gives the rest back; a use over the reservation is debited
         in full, below zero if need be. ``at_least`` gives nothing back (the use is known only from below). ``void``
         gives all back, the request too: nothing was dispatched.
         """
         if reservation.is_limited:
-            await self._run("settle", _priced(reservation, price_picousd), used_tokens, kind, attempt)
+            return self._script(*self._call("settle", reservation, used_tokens, kind, attempt, price_picousd))
+        nothing = asyncio.get_running_loop().create_future()
+        nothing.set_result(None)
+        return nothing
 
     async def renew(self, reservations: Iterable[Reservation]) -> None:
         """Keeps the leases of running requests for another LEASE_MS; call it every RENEW_EVERY_MS. What the store
@@ -172,10 +176,14 @@ class Quota:
         store that may have lost them, while the ledger may not yet have them."""
         await self._renew_all([(reservation, "closed", attempt) for reservation, attempt in ended])
 
+    def tell_booked(self, reservation: Reservation, attempt: int) -> Answer:
+        """The ledger has the record of that attempt: what ``reservation.spend`` says is spent, for good. It need not be
+        awaited."""
+        return self._script(*self._call("book", reservation, 0, "", attempt))
+
     async def book(self, reservation: Reservation, attempt: int) -> bool:
-        """The ledger has the record of that attempt: what ``reservation.spend`` says is spent, for good. Whether the
-        ledger now has all that the request spent."""
-        (code,) = await self._run("book", reservation, 0, "", attempt)
+        """Tells so; whether the ledger now has all that the request spent."""
+        (code,) = await self.tell_booked(reservation, attempt)
         return code == 1
 
     async def mark(self, tenant_id: str, mark: str) -> None:
@@ -205,25 +213,33 @@ class Quota:
     async def _renew_all(self, items: Sequence[tuple[Reservation, str, int]]) -> None:
         limited = [item for item in items if item[0].is_limited]
         if limited:
-            await asyncio.gather(*(self._script(*self._call("renew", each, 0, *how)) for each, *how in limited))
+            await asyncio.gather(
+                *(self._script(*self._call("renew", each, 0, kind, attempt)) for each, kind, attempt in limited)
+            )
 
-    async def _run(
-        self, operation: str, reservation: Reservation, amount: int, kind: str = "", attempt: int = 0
-    ) -> list[int]:
-        assert amount >= 0, f"{operation} of {amount} tokens"
-        keys, arguments = self._call(operation, reservation, amount, kind, attempt)
-        answer = await self._script(keys, arguments)
+    async def _run(self, operation: str, reservation: Reservation, amount: int) -> list[int]:
+        answer = await self._script(*self._call(operation, reservation, amount))
         if answer[0] == _UNKNOWN:
             raise SpendUnknown(reservation.tenant_id)
         return answer
 
     def _call(
-        self, operation: str, reservation: Reservation, amount: int, kind: str, attempt: int
+        self,
+        operation: str,
+        reservation: Reservation,
+        amount: int,
+        kind: str = "",
+        attempt: int = 0,
+        price_picousd: int | None = None,
     ) -> tuple[list[str], list]:
+        """Keys and arguments; without a price the reservation's own counts."""
+        assert amount >= 0, f"{operation} of {amount} tokens"
         prefix = prefix_of(reservation.tenant_id)
         member = f"{reservation.request_id}:{reservation.attempt}"
         clock = "" if self._clock_ms is None else self._clock_ms()
-        spent = reservation.spend.picousd if reservation.spend else 0
+        spent = price_picousd
+        if spent is None:
+            spent = reservation.spend.picousd if reservation.spend else 0
         scopes = reservation.limited_scopes()
         keys = [f"{prefix}:r:{member}", f"{prefix}:h", f"{prefix}:k"]
         arguments = [operation, clock, member, LEASE_MS, amount, kind, spent, attempt, len(scopes)]
@@ -259,7 +275,3 @@ def _text(value: bytes | str) -> str:
 
 def _windows(reservation: Reservation) -> tuple[Window, ...]:
     return reservation.spend.windows if reservation.spend else ()
-
-
-def _priced(reservation: Reservation, price_picousd: int) -> Reservation:
-    return replace(reservation, spend=reservation.spend and replace(reservation.spend, picousd=price_picousd))

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import hiredis
 from redis.asyncio import Redis
@@ -18,7 +18,9 @@ from redis.exceptions import RedisError
 
 from tenants.errors import StoreUnavailable
 
-_FAILURES = (RedisError, hiredis.HiredisError, OSError, TimeoutError)
+Answer: TypeAlias = "asyncio.Future[Any]"
+_Call: TypeAlias = tuple[str | int, ...]
+_LOOKS = 5  # within a deadline
 
 
 class Script:
@@ -33,23 +35,26 @@ class Script:
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
 
-    async def __call__(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        """What the script returns. Raises StoreUnavailable when that takes longer than ``deadline_s``."""
+    def __call__(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Answer:
+        """What the script returns. It is called whether or not anybody awaits the answer, in the order of these calls
+        as long as the connection holds. The answer raises StoreUnavailable after ``deadline_s``."""
+        call = (len(keys), *keys, *arguments)
+        if self._line is None or self._line.is_closed:
+            return asyncio.ensure_future(self._ask_anew(call))
+        return self._ask(self._line, call)
+
+    async def _ask_anew(self, call: _Call) -> Any:
         try:
-            line = self._line
-            if line is None or line.is_closed:
-                line = await self._connected()
-            try:
-                return await line.ask("EVALSHA", self._name, len(keys), *keys, *arguments)
-            except hiredis.ReplyError as error:
-                if not str(error).startswith("NOSCRIPT"):  # the store is new, or was emptied
-                    raise
-                return await line.ask("EVAL", self._text, len(keys), *keys, *arguments)
-        except _FAILURES as error:
-            raise StoreUnavailable(f"the store failed: {type(error).__name__}") from error
+            async with asyncio.timeout(self._deadline_s):
+                return await self._ask(await self._connected(), call)
+        except (RedisError, OSError, TimeoutError) as error:
+            raise _unavailable(error) from error
+
+    def _ask(self, line: "_Line", call: _Call) -> Answer:
+        return line.ask(("EVALSHA", self._name, *call), ("EVAL", self._text, *call))
 
     async def _connected(self) -> "_Line":
-        async with asyncio.timeout(self._deadline_s), self._connecting:
+        async with self._connecting:
             line = self._line
             if line is not None and line.is_closed:
                 self._line = None
@@ -60,18 +65,28 @@ class Script:
             return self._line
 
 
+class _Question(NamedTuple):
+    """``in_full`` is asked when the store does not know the script by its name."""
+
+    asked_at: int
+    in_full: _Call
+    answer: Answer
+
+
 class _Line(asyncio.Protocol):
     """The connection's bytes. It ends when the oldest question has waited for ``deadline_s``, and all others with it:
-    what does not answer that one answers none behind it."""
+    what does not answer that one answers none behind it. Time passes in looks at the connection: a process that got
+    no processor for so long finds the answers there, and nothing is wrong."""
 
     def __init__(self, connection: AbstractConnection, deadline_s: float) -> None:
         self.connection = connection
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
-        self._asked: deque[tuple[float, asyncio.Future[Any]]] = deque()  # when, and who waits
+        self._questions: deque[_Question] = deque()
         self._unsent: list[bytes] = []
+        self._num_looks = 0
         self._watch: asyncio.TimerHandle | None = None
-        self._answers = hiredis.Reader()
+        self._replies = hiredis.Reader()
         self._transport: Any = connection._writer.transport  # pyright: ignore[reportAttributeAccessIssue]
         self._before = self._transport.get_protocol()  # the library's, which closes by it
         self._transport.set_protocol(self)
@@ -80,58 +95,67 @@ class _Line(asyncio.Protocol):
     def is_closed(self) -> bool:
         return self._transport.is_closing()
 
-    def ask(self, *command: str | int) -> asyncio.Future[Any]:
-        """Raises, when awaited, ReplyError, ConnectionError, TimeoutError."""
-        answer = self._loop.create_future()
-        self._asked.append((self._loop.time(), answer))
-        if not self._unsent:
-            self._loop.call_soon(self._send)
-        self._unsent.append(hiredis.pack_command(command))
-        if self._watch is None:
-            self._watch = self._loop.call_later(self._deadline_s, self._look)
+    def ask(self, command: _Call, in_full: _Call) -> Answer:
+        answer: Answer = self._loop.create_future()
+        self._put(command, _Question(self._num_looks, in_full, answer))
         return answer
 
     def data_received(self, data: bytes) -> None:
-        self._answers.feed(data)
+        self._replies.feed(data)
         try:
-            while (reply := self._answers.gets()) is not False:
+            while (reply := self._replies.gets()) is not False:
                 if not isinstance(reply, hiredis.PushNotification):
-                    self._answer(reply)
+                    self._take(reply)
         except hiredis.ProtocolError as error:
             self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._before.connection_lost(exc)
-        self._end(exc or ConnectionError("the store closed the connection"))
+        self._end(exc or ConnectionError("closed"))
+
+    def _put(self, command: _Call, question: _Question) -> None:
+        if not self._unsent:
+            self._loop.call_soon(self._send)
+        self._unsent.append(hiredis.pack_command(command))
+        self._questions.append(question)
+        if self._watch is None:
+            self._look_later()
 
     def _send(self) -> None:
         """What was asked in this turn of the loop."""
         commands, self._unsent = self._unsent, []
         self._transport.write(b"".join(commands))
 
-    def _answer(self, reply: Any) -> None:
-        _, answer = self._asked.popleft()
-        if answer.done():  # who asked waits no more
+    def _take(self, reply: Any) -> None:
+        question = self._questions.popleft()
+        if question.answer.done():  # who asked waits no more
             return
-        if isinstance(reply, Exception):
-            answer.set_exception(reply)
+        if not isinstance(reply, Exception):
+            question.answer.set_result(reply)
+        elif question.in_full and str(reply).startswith("NOSCRIPT"):
+            self._put(question.in_full, question._replace(in_full=()))
         else:
-            answer.set_result(reply)
+            question.answer.set_exception(_unavailable(reply))
+
+    def _look_later(self) -> None:
+        self._watch = self._loop.call_later(self._deadline_s / _LOOKS, self._look)
 
     def _look(self) -> None:
         """One timer for all that is asked."""
         self._watch = None
-        if not self._asked:
-            return
-        left_s = self._asked[0][0] + self._deadline_s - self._loop.time()
-        if left_s > 0:
-            self._watch = self._loop.call_later(left_s, self._look)
-        else:
-            self._end(TimeoutError("the store does not answer"))
+        self._num_looks += 1
+        if self._questions and self._num_looks - self._questions[0].asked_at > _LOOKS:
+            self._end(TimeoutError())
+        elif self._questions:
+            self._look_later()
 
     def _end(self, error: Exception) -> None:
         if self._watch is not None:
             self._watch.cancel()
         self._transport.abort()
-        while self._asked:
-            self._answer(error)
+        while self._questions:
+            self._take(error)
+
+
+def _unavailable(error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"the store failed: {type(error).__name__}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import CursorResult, update
+from sqlalchemy import CursorResult, bindparam, update
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
@@ -24,6 +24,7 @@ MAX_PICOUSD = (1 << 63) - 1
 MAX_REFERENCE_LENGTH = 128
 _EMPTY = ("tenant_id", "granted_picousd", "reserved_picousd", "spent_picousd", "num_grants")
 _OPEN = col(WalletHold.resolved_unix_ns).is_(None)
+_WALLETS = select(Wallet.tenant_id).where(col(Wallet.tenant_id).in_(bindparam("tenant_ids", expanding=True))).limit(1)
 _FREE = col(Wallet.granted_picousd) - col(Wallet.spent_picousd) - col(Wallet.reserved_picousd)
 
 
@@ -197,8 +198,8 @@ class WalletFold:
             await repository.debit(context.tenant_id, context.request_id, context.attempt, spent)
 
     async def _prepaid(self, session: AsyncSession, tenants: set[str]) -> bool:
-        query = select(Wallet.tenant_id).where(col(Wallet.tenant_id).in_(tenants)).limit(1)
-        return (await session.exec(query)).first() is not None
+        connection = await session.connection()
+        return (await connection.execute(_WALLETS, {"tenant_ids": sorted(tenants)})).first() is not None
 
 
 def _free(wallet: Wallet, hold: WalletHold) -> None:

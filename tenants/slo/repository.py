@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 
+from sqlalchemy import bindparam
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
@@ -11,6 +12,9 @@ from tenants.stamps import new_id
 from tenants.tables import SloObjective
 
 _FIELDS = tuple(each.name for each in fields(Objective))
+_VERSIONS = select(*(col(getattr(SloObjective, name)) for name in _FIELDS)).where(  # pyright: ignore[reportCallIssue]
+    col(SloObjective.tenant_id).in_(bindparam("tenant_ids", expanding=True))
+)
 _IDENTITY = {"version_id": "", "version": 0, "effective_unix_ns": 0}
 
 
@@ -56,10 +60,9 @@ class ObjectiveRepository:
             self._session.add(SloObjective(**values, created_unix_ns=now_ns))
 
     async def _versions(self, tenant_ids: Collection[str]) -> list[Objective]:
-        """Columns, no objects of the session: the ledger asks at each batch."""
-        columns = (col(getattr(SloObjective, name)) for name in _FIELDS)
-        query = select(*columns).where(col(SloObjective.tenant_id).in_(sorted(tenant_ids)))  # pyright: ignore[reportCallIssue]
-        return [Objective(*row) for row in await self._session.exec(query)]
+        """Columns, no objects of the session, and a statement that is built already: the ledger asks at each batch."""
+        connection = await self._session.connection()
+        return [Objective(*row) for row in await connection.execute(_VERSIONS, {"tenant_ids": sorted(tenant_ids)})]
 
 
 def _following(draft: Objective, last: Objective | None, now_ns: int) -> Objective:

@@ -20,6 +20,7 @@ from live_engine import (
 
 from engine import wire
 from engine.client import EngineClient, EngineLost, ProtocolMismatch
+from engine.client.stream import Connection
 from engine.journal import Journal
 
 
@@ -50,6 +51,32 @@ def test_nothing_listens_and_everything_says_so(tmp_path):
         client.forget_adapter("k")
         assert (client.connected, client.load, client.welcome) == (False, 0, None)
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_messages_of_one_turn_of_the_loop_are_one_write():
+    class Transport(asyncio.Transport):
+        def __init__(self) -> None:
+            self.written: list[bytes] = []
+
+        def write(self, data: bytes) -> None:
+            self.written.append(data)
+
+        def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+            pass
+
+    async def main():
+        transport, connection = Transport(), Connection(lambda connection, message: None)
+        connection.connection_made(transport)
+        said = [wire.Abort("r1"), wire.Close("r1", 499), wire.Ack(1, b"")]
+        for message in said:
+            connection.send(message)
+        assert transport.written == []
+        await asyncio.sleep(0)
+
+        (written,) = transport.written
+        assert [wire.decode_to_engine(body) for body in wire.Frames().feed(written)] == said
 
     asyncio.run(main())
 

@@ -325,9 +325,18 @@ def test_a_text_that_cannot_fit_is_refused_without_being_encoded(house: House, k
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-@pytest.mark.parametrize(("prompts", "beside"), [(["hi", "you"], False), (["x" * 200] * 128, True)])
+@pytest.mark.parametrize(
+    ("asked", "beside"),
+    [
+        ({"prompt": ["hi", "you"]}, False),
+        ({"prompt": ["x" * 200] * 128}, True),
+        ({"messages": [{"role": "user", "content": "hi"}]}, False),
+        ({"messages": [{"role": "user", "content": ""}] * 200}, True),
+    ],
+    ids=["short texts", "long texts", "a short chat", "a long chat"],
+)
 def test_much_text_is_encoded_beside_the_event_loop(
-    house: House, key: str, monkeypatch: pytest.MonkeyPatch, prompts: list[str], beside: bool
+    house: House, key: str, monkeypatch: pytest.MonkeyPatch, asked: dict, beside: bool
 ):
     encode, threads = ModelTokenizer.encode, set()
 
@@ -336,8 +345,9 @@ def test_much_text_is_encoded_beside_the_event_loop(
         return encode(self, text)
 
     monkeypatch.setattr(ModelTokenizer, "encode", watched)
+    path = "/chat/completions" if "messages" in asked else "/completions"
     with house.http(key) as http:
-        assert complete(http, prompt=prompts, max_tokens=0).status_code in (200, 400)
+        assert http.post(path, json={"model": "tiny", "max_tokens": 1} | asked).status_code in (200, 400)
 
     assert threads
     assert (house.on_loop(_this_thread()) not in threads) == beside

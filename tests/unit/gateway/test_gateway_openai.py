@@ -86,8 +86,8 @@ def test_a_long_silence_is_broken_by_comments_that_clients_pass_over(house: Hous
                 raw += piece
                 if raw.count(": keep-alive\n\n") >= 2:  # and as many of the other's
                     silence.close()
+        assert chunks.result()
 
-    assert chunks.result()
     assert raw.startswith(": keep-alive\n\n: keep-alive\n\n")
     assert raw.endswith("data: [DONE]\n\n")
 

@@ -12,7 +12,7 @@ from gateway_harness import House, eventually
 
 from gateway.app import build_app
 from gateway.main import _Server, _uvicorn_config
-from gateway.protocol import MAX_HEAD_BYTES, Bounds
+from gateway.protocol import MAX_HEAD_BYTES, Bounds, _OneWriteATurn
 
 CHUNK = 16_384
 
@@ -23,13 +23,19 @@ def dial(house: House, port: int = 0) -> socket.socket:
 
 @contextlib.contextmanager
 def another_port(house: House, bounds: Bounds) -> Iterator[int]:
+    with another_server(house, bounds) as (port, _):
+        yield port
+
+
+@contextlib.contextmanager
+def another_server(house: House, bounds: Bounds) -> Iterator[tuple[int, _Server]]:
     """The house's gateway behind other bounds."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(_uvicorn_config(build_app(house.parts), bounds))
     serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), house.loop)
     eventually(lambda: server.started)
     try:
-        yield listener.getsockname()[1]
+        yield listener.getsockname()[1], server
     finally:
         server.should_exit = True
         serving.result(60)
@@ -227,3 +233,46 @@ def test_methods_of_proxies_and_of_nobody_are_refused_in_our_shape(house: House,
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
     assert b"\r\nx-request-id: " in head
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_caller_that_takes_nothing_of_its_answers_is_cut_off(house: House):
+    ask = b"GET /v1/openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    with another_server(house, Bounds(send_s=0.2)) as (port, server), dial(house, port) as connection:
+        connection.sendall(ask)
+        size = len(next_answer(connection))
+        asked = 64 + (16 << 20) // size  # more than any socket buffers
+
+        connection.sendall(ask * asked)
+        eventually(lambda: not server.server_state.connections)
+
+        with contextlib.suppress(ConnectionError):
+            assert len(until_end(connection)) < asked * size
+
+
+def test_what_is_written_in_one_turn_of_the_loop_leaves_in_one_piece():
+    class Transport(asyncio.Transport):
+        def __init__(self) -> None:
+            self.written: list[bytes] = []
+            self.closed = False
+
+        def write(self, data: bytes) -> None:
+            self.written.append(data)
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def main():
+        transport = Transport()
+        gathering = _OneWriteATurn(transport)
+        gathering.write(b"head")
+        gathering.write(b"body")
+        await asyncio.sleep(0)
+        gathering.write(b"next")
+        gathering.close()
+
+        assert (transport.written, transport.closed) == ([b"headbody", b"next"], True)
+
+    asyncio.run(main())
