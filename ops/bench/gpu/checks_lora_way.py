@@ -84,12 +84,12 @@ def heads_of_adapters_against_their_launches() -> None:
                 step = Heads([POPULARITIES[name](row) for row in range(num_rows)], heads, dtype, parts)
                 low, norms = step.shrunk(), step.norms if has_norms else None
                 assert low is not None, "nobody has anything to add"
-                one, other = _heads_of_adapters(step, norms, low, f"{heads} {parts} T={num_rows} {name} {dtype}")
+                one, other = heads_of_adapters(step, norms, low, f"{heads} {parts} T={num_rows} {name} {dtype}")
                 equal, count = equal + one, count + other
     print(f"{equal} of {count} numbers have the bits of two launches", end=" ")
 
 
-def _heads_of_adapters(step: Heads, norms: HeadNorms | None, low: PartialLow, what: str) -> tuple[int, int]:
+def heads_of_adapters(step: Heads, norms: HeadNorms | None, low: PartialLow, what: str) -> tuple[int, int]:
     found = step.outcome(step.y, norms, low)
     base = step.outcome(step.y, norms)
     y = step.y.clone()
