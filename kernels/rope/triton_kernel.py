@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """One program turns HEADS heads of a token."""
 
 import torch

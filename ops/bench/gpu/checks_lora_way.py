@@ -163,8 +163,8 @@ class CapturedLayers:
         self.ranks = [torch.zeros(self.empty + 1, dtype=torch.int32, device=DEVICE) for _ in sizes]
         starts, bounds = itertools.accumulate([0, *sizes[:-1]]), (*[0] * self.empty, 64)
         self.slices = [
-            LoraSlice(*(random(self.empty, 64, size) / 64 for size in (4096, out)), bounds, start, ranks)
-            for out, start, ranks in zip(sizes, starts, self.ranks, strict=True)
+            LoraSlice(random(self.empty, 64, 4096) / 64, random(self.empty, 64, size) / 64, bounds, start, ranks)
+            for size, start, ranks in zip(sizes, starts, self.ranks, strict=True)
         ]
         self.x, self.weights = random(num_rows, 4096), [random(sum(sizes), 4096) / 64 for _ in range(3)]
         cache = (len(order), KV_ROOM, 8, 128)
