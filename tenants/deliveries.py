@@ -8,9 +8,9 @@ several machines the clocks may differ by less than LEASE_NS.
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import func
+from sqlalchemy import bindparam, func
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
 
@@ -64,15 +64,38 @@ class Busy:
 NOBODY = Busy()
 
 
+class Outlook(NamedTuple):
+    """Whether there are events that nobody is told of yet, and deliveries to claim; how many deliveries wait in all."""
+
+    untold: bool
+    due: bool
+    num_pending: int
+
+
+_PENDING = col(WebhookDelivery.state) == "pending"
+_DUE = (
+    _PENDING,
+    col(WebhookDelivery.due_unix_ns) <= bindparam("now_ns"),
+    col(WebhookDelivery.endpoint_id).not_in(bindparam("busy_endpoints", expanding=True)),
+    col(WebhookDelivery.tenant_id).not_in(bindparam("busy_tenants", expanding=True)),
+)
+_LOOK = select(
+    select(Event.event_id).where(col(Event.number).is_(None)).exists(),
+    select(WebhookDelivery.event_id).where(*_DUE).exists(),
+    select(func.count()).select_from(WebhookDelivery).where(_PENDING).scalar_subquery(),
+)
+
+
 class DeliveryRepository:
     """Of all tenants; for the process that delivers."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
 
-    async def has_untold(self) -> bool:
-        query = select(Event.event_id).where(col(Event.number).is_(None)).limit(1)
-        return (await self._session.exec(query)).first() is not None
+    async def look(self, now_ns: int, busy: Busy = NOBODY) -> Outlook:
+        """What there is to do. Each process asks every second: one statement, which is built already."""
+        connection = await self._session.connection()
+        return Outlook(*(await connection.execute(_LOOK, _asked(now_ns, busy))).one())
 
     async def tell(self, now_ns: int) -> int:
         """Numbers the events that have no number yet and puts them on the way; how many. Who does it at the same time
@@ -90,24 +113,19 @@ class DeliveryRepository:
         await self._put_on_the_way(events, now_ns)
         return len(events)
 
-    async def is_due(self, now_ns: int, busy: Busy = NOBODY) -> bool:
-        """Whether there is something to claim."""
-        query = select(WebhookDelivery.event_id).where(*_due(now_ns, busy)).limit(1)
-        return (await self._session.exec(query)).first() is not None
-
     async def claim(self, now_ns: int, limit: int, busy: Busy = NOBODY) -> list[Claimed]:
         """At most one delivery of each tenant, the longest due first, out of the ``limit`` that are longest due."""
         due = (
             select(WebhookDelivery, Event, WebhookEndpoint)
             .join(Event, col(Event.event_id) == col(WebhookDelivery.event_id))
             .join(WebhookEndpoint, col(WebhookEndpoint.endpoint_id) == col(WebhookDelivery.endpoint_id))
-            .where(*_due(now_ns, busy))
+            .where(*_DUE)
             .order_by(col(WebhookDelivery.due_unix_ns), col(WebhookDelivery.number))
             .limit(limit)
             .with_for_update(skip_locked=True, of=WebhookDelivery)
         )
         claimed: dict[str, Claimed] = {}
-        for delivery, event, endpoint in (await self._session.exec(due)).all():
+        for delivery, event, endpoint in (await self._session.exec(due, params=_asked(now_ns, busy))).all():
             if endpoint.tenant_id in claimed:
                 continue
             delivery.due_unix_ns = now_ns + LEASE_NS
@@ -138,10 +156,6 @@ class DeliveryRepository:
         await self._session.flush()
         await self._judge(endpoint, attempt, now_ns)
         return delivery.state
-
-    async def num_pending(self) -> int:
-        query = select(func.count()).select_from(WebhookDelivery).where(WebhookDelivery.state == "pending")
-        return (await self._session.exec(query)).one()
 
     async def purge(self, now_ns: int) -> int:
         """Removes what was finished long ago; how much that was. The events stay, but for tests."""
@@ -182,13 +196,8 @@ class DeliveryRepository:
         self._session.add(endpoint)
 
 
-def _due(now_ns: int, busy: Busy) -> tuple[Any, ...]:
-    return (
-        WebhookDelivery.state == "pending",
-        WebhookDelivery.due_unix_ns <= now_ns,
-        col(WebhookDelivery.endpoint_id).not_in(busy.endpoints),
-        col(WebhookDelivery.tenant_id).not_in(busy.tenants),
-    )
+def _asked(now_ns: int, busy: Busy) -> dict[str, Any]:
+    return {"now_ns": now_ns, "busy_endpoints": list(busy.endpoints), "busy_tenants": list(busy.tenants)}
 
 
 def _wants(endpoint: WebhookEndpoint, event: Event) -> bool:

@@ -63,14 +63,12 @@ class Courier:
     async def round(self) -> None:
         """Sets off all that is due and may set off now."""
         async with self.database.session() as session:
-            deliveries = DeliveryRepository(session)
-            untold = await deliveries.has_untold()
-            due = untold or await deliveries.is_due(self.now_ns(), self._busy())
-            if self.show_pending is not None:
-                self.show_pending(await deliveries.num_pending())
+            untold, due, num_pending = await DeliveryRepository(session).look(self.now_ns(), self._busy())
+        if self.show_pending is not None:
+            self.show_pending(num_pending)
         if untold:
             async with self.database.transaction() as session:
-                await DeliveryRepository(session).tell(self.now_ns())
+                due = await DeliveryRepository(session).tell(self.now_ns()) > 0 or due
         while due and len(self._posts) < MAX_AT_ONCE:
             due = await self._set_off()
 

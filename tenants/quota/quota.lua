@@ -53,6 +53,7 @@ local function load_scopes()
     local scope = { bucket = KEYS[2 + 2 * i], leases = KEYS[3 + 2 * i], limits = {} }
     for meter = REQUESTS, CONCURRENT do scope.limits[meter] = tonumber(ARGV[9 + 3 * (i - 1) + meter]) end
     local saved = redis.call('HMGET', scope.bucket, 'at', 'requests', 'tokens')
+    scope.has_more = (saved[2] and scope.limits[REQUESTS] < 0) or (saved[3] and scope.limits[TOKENS] < 0)
     -- a clock that went back gives nothing; the bucket goes on from the new time
     local elapsed = math.max(0, now - (tonumber(saved[1]) or now))
     scope.balances = {
@@ -79,7 +80,7 @@ local function save(scope)
     end
   end
   if #fields == 2 then return end -- concurrency only: no bucket
-  redis.call('DEL', scope.bucket)
+  if scope.has_more then redis.call('DEL', scope.bucket) end -- a limit that is no more
   redis.call('HSET', scope.bucket, unpack(fields))
   redis.call('PEXPIRE', scope.bucket, whole(2 * ttl)) -- an absent bucket is a full one
 end
@@ -129,17 +130,31 @@ local ZERO = { 0, 0 }
 
 -- ── spend ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-local function load_windows()
+local function told_windows()
   local windows, at = {}, 9 + 3 * num_scopes
   for i = 4 + 2 * num_scopes, #KEYS do
-    local saved = redis.call('HMGET', KEYS[i], 'n', 'stamp')
-    windows[#windows + 1] = {
-      key = KEYS[i], name = ARGV[at + 1], limit = ARGV[at + 2], stamp = ARGV[at + 3], until_ms = ARGV[at + 4],
-      sum = saved[1] and money(saved[1]), is_stale = not saved[2] or is_less(money(saved[2]), money(ARGV[at + 3])),
-    }
+    windows[#windows + 1] =
+      { key = KEYS[i], name = ARGV[at + 1], limit = ARGV[at + 2], stamp = ARGV[at + 3], until_ms = ARGV[at + 4] }
     at = at + 4
   end
   return windows, at
+end
+
+local sums = {} -- of windows that were loaded, by key
+
+local function load_windows(windows)
+  for _, window in ipairs(windows) do
+    local saved = redis.call('HMGET', window.key, 'n', 'stamp')
+    window.sum = saved[1] and money(saved[1])
+    window.is_stale = not saved[2] or is_less(money(saved[2]), money(window.stamp))
+    sums[window.key] = window.sum
+  end
+end
+
+local function sum_of(key)
+  if sums[key] then return sums[key] end
+  local saved = redis.call('HGET', key, 'n')
+  return saved and money(saved)
 end
 
 local function load_hold()
@@ -164,8 +179,8 @@ local function debit(hold, to)
   local from = money(hold.amount)
   for _, name in ipairs(hold.names) do
     local key = string.sub(KEYS[2], 1, -2) .. 's:' .. name
-    local sum = redis.call('HGET', key, 'n')
-    if sum then redis.call('HSET', key, 'n', text_of(plus(plus(money(sum), to, 1), from, -1))) end
+    local sum = sum_of(key)
+    if sum then redis.call('HSET', key, 'n', text_of(plus(plus(sum, to, 1), from, -1))) end
   end
   hold.amount = text_of(to)
 end
@@ -228,15 +243,16 @@ end
 
 -- ── operations ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-local state = redis.call('HGET', KEYS[1], 'state')
-local reserved = tonumber(redis.call('HGET', KEYS[1], 'tokens')) or 0
+local reservation = redis.call('HMGET', KEYS[1], 'state', 'tokens')
+local state, reserved = reservation[1], tonumber(reservation[2]) or 0
 local scopes = load_scopes()
-local windows, last_argument = load_windows()
+local windows, last_argument = told_windows()
 local run = {}
 
 function run.reserve()
   if state == 'closed' then return { CLOSED } end
   if state == 'open' then return with_headroom({ ADMITTED, 0, 0, 0 }, scopes) end -- asked twice, taken once
+  load_windows(windows)
   if is_unknown(windows) then return { UNKNOWN } end
   local spent_out = exhausted(windows, money(picousd))
   local refusal = spent_out and { SPEND, spent_out, -1 } or binding_refusal(scopes, 1, amount)
@@ -258,6 +274,7 @@ function run.extend()
   if state == 'closed' then return { REFUSED } end
   local hold
   if #windows > 0 then
+    load_windows(windows)
     if is_unknown(windows) then return { UNKNOWN } end
     hold = load_hold() or new_hold(windows, 'open')
     if exhausted(windows, plus(money(picousd), money(hold.amount), -1)) then return { REFUSED } end
@@ -296,8 +313,7 @@ function run.settle()
     take(scopes, kind == 'void' and -1 or 0, charged - reserved)
   end
   if #windows > 0 then settle_hold() end
-  redis.call('DEL', KEYS[1])
-  redis.call('HSET', KEYS[1], 'state', 'closed')
+  redis.call('HSET', KEYS[1], 'state', 'closed', 'tokens', '0')
   redis.call('PEXPIRE', KEYS[1], CLOSED_MS)
   return { state == 'open' and ADMITTED or CLOSED }
 end
@@ -363,6 +379,7 @@ function run.open()
       for _, name in ipairs(hold.names) do missing[name] = plus(missing[name] or ZERO, money(hold.amount), 1) end
     end
   end
+  load_windows(windows)
   for _, window in ipairs(windows) do
     if window.is_stale then
       local sum = plus(money(window.limit), missing[window.name] or ZERO, 1)
