@@ -35,13 +35,13 @@ ROUNDS, REPLAYS = 5, 40
 
 
 def settings() -> dict[str, Setting]:
-    found: dict[str, Setting] = {"tables": {}} | _later()
+    found: dict[str, Setting] = {"tables": {}, **_later()}
     found |= {f"parts {parts}": _parts(parts, parts) for parts in (1, 2, 4)}
     return found | {"parts of down": _parts(1, 4), "parts of o": _parts(4, 1)}
 
 
 def settings_with_adapters() -> dict[str, Setting]:
-    found: dict[str, Setting] = {"tables": {}} | _later() | {"rope apart": {"rope_low": {"fused": 0}}}
+    found: dict[str, Setting] = {"tables": {}, **_later(), "rope apart": {"rope_low": {"fused": 0}}}
     for heads, warps in ((4, 2), (16, 4)):
         found[f"heads {heads} warps {warps}"] = {"qk_rope_kv": {"heads": heads, "num_warps": warps}}
     return found
