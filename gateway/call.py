@@ -34,15 +34,16 @@ class Call:
 
     ``answering`` says that the status line has been sent. ``label`` is the caller's own X-Request-ID (or
     X-Client-Request-ID), '' when absent or unfit. ``parent_span`` and ``sampled`` are of a valid traceparent; without
-    one the trace begins here. ``headers`` go with the answer, whatever it will be. ``is_replay``: it is the answer
-    that an earlier request got, and ``request_id`` is that one's. ``body_hash`` is there when an Idempotency-Key is.
-    ``principal`` is who calls, once that is known.
+    one the trace begins here. ``given`` are the request's headers, the first of each name; ``headers`` go with the
+    answer, whatever it will be. ``is_replay``: it is the answer that an earlier request got, and ``request_id`` is that
+    one's. ``body_hash`` is there when an Idempotency-Key is. ``principal`` is who calls, once that is known.
     """
 
     scope: Scope
     receive: Receive
     send: Send
     send_body: Send
+    given: dict[bytes, bytes]
     request_id: str = field(default_factory=new_request_id)
     label: str = ""
     trace_id: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -64,7 +65,7 @@ class Call:
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
-        call = cls(scope, receive, send, send)
+        call = cls(scope, receive, send, send, dict(reversed(scope["headers"])))
         label = call.header(b"x-request-id") or call.header(b"x-client-request-id") or ""
         call.label = label if _LABEL.fullmatch(label) else ""
         call.idempotency_key = call.header(b"idempotency-key")
@@ -75,10 +76,13 @@ class Call:
 
     def header(self, name: bytes) -> str | None:
         """A request header by its lower-case name; the first of several."""
-        return next(iter(self.headers_of(name)), None)
+        value = self.given.get(name)
+        return None if value is None else value.decode("latin-1")
 
     def headers_of(self, name: bytes) -> list[str]:
         """All request headers of that lower-case name."""
+        if name not in self.given:
+            return []
         return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name]
 
     @property
@@ -167,7 +171,7 @@ def call_of(scope: Scope) -> Call:
     return scope["state"]["call"]
 
 
-def caller_left(scope: Scope) -> None:
+def caller_left(scope: Any) -> None:
     """The server's word that the connection of this request ended before its answer did."""
     call = scope.get("state", {}).get("call")
     if call is not None:

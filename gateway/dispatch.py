@@ -27,6 +27,7 @@ AFFINITY_SLACK = 8  # requests by which the engine that knows an adapter may be 
 EXTEND_AHEAD_TOKENS = 64  # a grant is asked for so far ahead that no choice waits for it
 CALLER_LEFT = 499
 _MAX_AFFINITIES = 65_536
+_LAST = (wire.Finished, wire.Rejected)
 
 PostLost = Callable[[wire.UsageRecord], None]
 
@@ -172,7 +173,8 @@ class Flight:
         """Submits to an engine, not to the one that just failed if there is another."""
         engine = await self.dispatch.engine(self.call, self.work, avoid=self._engine)
         self.output_tokens = [0] * self.work.total_choices
-        await self._extend_grant()
+        if self._is_grant_short:
+            await self._extend_grant()
         if self._interruption:
             raise self._interruption
         if attempt:
@@ -201,9 +203,10 @@ class Flight:
                 continue
             last = batch[-1]
             self._count(batch)
-            if not isinstance(last, wire.Finished | wire.Rejected):
+            if not isinstance(last, _LAST):
                 yield batch
-                await self._extend_grant()
+                if self._is_grant_short:
+                    await self._extend_grant()
             elif isinstance(last, wire.Finished):
                 self.usage, self.finished_ns = last.usage, self._stream.finished_ns
                 yield batch[:-1]
@@ -322,11 +325,14 @@ class Flight:
             if isinstance(event, wire.Delta):
                 self.output_tokens[event.choice] += len(event.token_ids) // 4
 
-    async def _extend_grant(self) -> None:
-        """A grant that is nearly used up, or so small that it soon will be, is raised by another block."""
+    @property
+    def _is_grant_short(self) -> bool:
+        """Nearly used up, or so small that it soon will be."""
         granted = self.ticket.granted_tokens
-        if granted >= self.work.sampling.max_tokens or max(self.output_tokens) + EXTEND_AHEAD_TOKENS < granted:
-            return
+        return granted < self.work.sampling.max_tokens and max(self.output_tokens) + EXTEND_AHEAD_TOKENS >= granted
+
+    async def _extend_grant(self) -> None:
+        """Raised by another block for each choice, if it may be."""
         if await self.dispatch.admission.extend(self.ticket, self.work.total_choices) and self._stream is not None:
             self._stream.grant(self.ticket.granted_tokens)
 

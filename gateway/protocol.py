@@ -36,8 +36,9 @@ DEFAULT_BOUNDS = Bounds()
 
 
 class _OneWriteATurn:
-    """A transport that writes what it was given during a turn of the loop at the turn's end, in one piece: a head with
-    its body, the last chunk with the end of the stream. A write costs more than what it carries."""
+    """A transport that writes what it was given during a turn of the loop at the turn's end, or when it is flushed, in
+    one piece: a head with its body, the last chunk with the end of the stream. A write costs more than what it
+    carries."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -46,17 +47,17 @@ class _OneWriteATurn:
 
     def write(self, data: bytes) -> None:
         if not self._pieces:
-            self._call_soon(self._flush)
+            self._call_soon(self.flush)
         self._pieces.append(data)
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
 
     def __getattr__(self, name: str):
         return getattr(self._transport, name)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             self._transport.write(b"".join(pieces))
@@ -75,7 +76,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._untaken: asyncio.TimerHandle | None = None  # runs while the caller doesn't take what is written
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(_OneWriteATurn(transport))  # pyright: ignore[reportArgumentType]
+        self._gathering = _OneWriteATurn(transport)
+        super().connection_made(self._gathering)  # pyright: ignore[reportArgumentType]
         if len(self.connections) > self._bounds.max_connections:
             self._refuse(ApiError("This server has too many connections; try again.", code="overloaded"))
         else:
@@ -134,6 +136,10 @@ class HttpProtocol(HttpToolsProtocol):
     def _is_ours_to_go_on(self) -> bool:
         """We don't read on, or still answer what came before: the caller isn't late."""
         return self.flow.read_paused or any(not (cycle.more_body or cycle.response_complete) for cycle in self._cycles)
+
+    def on_response_complete(self) -> None:
+        self._gathering.flush()  # nobody waits for what is done behind an answer
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -68,8 +68,9 @@ class Connection(asyncio.Protocol):
             logger.warning("closed the connection of %r: %s", self.name, error)
             self.abort()
 
-    def send(self, message: wire.ToGateway) -> None:
-        """Queues a message; dropped when the connection is gone. A peer that doesn't read is disconnected."""
+    def send(self, *messages: wire.ToGateway) -> None:
+        """Queues messages as one write, since each wakes the peer; dropped when the connection is gone. A peer that
+        doesn't read is disconnected."""
         if self._transport is None or self._transport.is_closing():
             return
         buffered = self.buffered_bytes
@@ -77,7 +78,7 @@ class Connection(asyncio.Protocol):
             logger.warning("closed the connection of %r: it doesn't read", self.name)
             self._transport.abort()
             return
-        data = wire.encode(message)
+        data = b"".join(map(wire.encode, messages))
         self._largest_bytes = max(len(data), self._largest_bytes if buffered else 0)
         self._transport.write(data)
 

@@ -218,17 +218,16 @@ class Server:
         return None
 
     def _deliver(self, output: StepOutput) -> None:
-        """What a step has for the gateways: one frame for each, then who is finished."""
+        """What a step has for the gateways: one frame for each and who is finished, in one piece."""
         for rejected in output.rejected:
             if rejected.code in ("busy", "too_long"):
                 self._last_refusal = wire.MemoryRefusal(rejected.code, rejected.message, int(time.time()))
             _send(self._open.connection(rejected.request_id), rejected)
             self._open.reject(rejected.request_id)
         if output.result is not None:
-            for connection, frame in _frames(self._open, output.result).items():
-                connection.send(frame)
+            for connection, messages in _told(self._open, output.result).items():
+                connection.send(*messages)
             for finished in output.result.finished:
-                _send(self._open.connection(finished.request_id), finished)
                 self._open.finish(finished)
             for key in output.result.wanted:
                 self._adapters.want(key)
@@ -288,7 +287,7 @@ class Server:
         self._quiet.set()
 
 
-def _frames(requests: OpenRequests, result: StepResult) -> dict[Connection, wire.StepFrame]:
+def _told(requests: OpenRequests, result: StepResult) -> dict[Connection, list[wire.ToGateway]]:
     """What a step has for each gateway."""
     frames: dict[Connection, wire.StepFrame] = {}
     for delta in result.deltas:
@@ -299,7 +298,12 @@ def _frames(requests: OpenRequests, result: StepResult) -> dict[Connection, wire
         connection = requests.connection(each.request_id)
         if connection is not None:
             frames.setdefault(connection, wire.StepFrame([], [])).scores.append(each)
-    return frames
+    told: dict[Connection, list[wire.ToGateway]] = {connection: [frame] for connection, frame in frames.items()}
+    for finished in result.finished:
+        connection = requests.connection(finished.request_id)
+        if connection is not None:
+            told.setdefault(connection, []).append(finished)
+    return told
 
 
 def _families(requests: OpenRequests, num_gateways: int, records: RecordDelivery) -> list[wire.Family]:

@@ -38,6 +38,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._control = _alternatives(tokenizer.control)
         self._marks = _mark_finder(tokenizer)
+        # what it writes itself between control tokens, encoded
+        self._own = {part: tokenizer.encode(part) for part in self._own_parts()}
 
     def render(self, messages: list[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The prompt's ids, ending where the assistant's answer begins.
@@ -76,8 +78,16 @@ class ChatTemplate:
             if i % 2:
                 ids.append(self._tokenizer.control[part])
             elif part:
-                ids += self._tokenizer.encode(part.replace(mark, ""))
+                ids += self._own.get(part) or self._tokenizer.encode(part.replace(mark, ""))
         return ids
+
+    def _own_parts(self) -> set[str]:
+        """Of a chat without a word; none of a template that refuses it."""
+        try:
+            text = self._render({"messages": [{"role": "user", "content": ""}]})
+        except ApiError:
+            return set()
+        return set(self._control.split(text)[::2]) - {""}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -107,7 +107,8 @@ class Choice:
             if token_id == delta.stop_token_id and position == len(ids) - 1:
                 self._note(token_id, scores, silent=True)
                 break
-            self._note(token_id, scores)
+            if self._with_scores:
+                self._note(token_id, scores)
             text += self._finder.feed(self._decode(token_id))
             if self._finder.found:
                 self.surplus_tokens += len(ids) - position - 1

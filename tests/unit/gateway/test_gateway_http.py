@@ -331,7 +331,7 @@ def test_a_text_that_cannot_fit_is_refused_without_being_encoded(house: House, k
         ({"prompt": ["hi", "you"]}, False),
         ({"prompt": ["x" * 200] * 128}, True),
         ({"messages": [{"role": "user", "content": "hi"}]}, False),
-        ({"messages": [{"role": "user", "content": ""}] * 200}, True),
+        ({"messages": [{"role": "user", "content": "hi"}, *[{"role": "user", "content": ""}] * 200]}, True),
     ],
     ids=["short texts", "long texts", "a short chat", "a long chat"],
 )
