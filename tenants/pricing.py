@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
+from msgspec import Struct
+
 from tenants.errors import InvalidValue
 
 Meter: TypeAlias = Literal["input_uncached_tokens", "input_cached_tokens", "output_tokens", "requests"]
@@ -73,8 +75,7 @@ class RateCard:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Quantities:
+class Quantities(Struct, frozen=True):
     """What is billed of one request. ``cached_tokens`` are among ``prompt_tokens``."""
 
     prompt_tokens: int
@@ -82,8 +83,7 @@ class Quantities:
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(Struct, frozen=True):
     meter: Meter
     quantity: int
     unit_price_picousd: int

@@ -38,10 +38,10 @@ class _Cursor(AsyncAdapt_aiosqlite_cursor):
         self._rows = deque()
         self._soft_closed_memoized = {}
 
-    def execute(self, operation: str, parameters: Sequence[Any] | None = None) -> None:
+    def execute(self, operation: Any, parameters: Any = None) -> None:
         self._run(sqlite3.Cursor.execute, operation, parameters or ())
 
-    def executemany(self, operation: str, seq_of_parameters: Sequence[Sequence[Any]]) -> None:
+    def executemany(self, operation: Any, seq_of_parameters: Any) -> None:
         self._run(sqlite3.Cursor.executemany, operation, seq_of_parameters)
 
     def close(self) -> None:

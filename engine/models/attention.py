@@ -14,6 +14,7 @@ from engine.models.linear import Linear, LoraStep
 from kernels.paged_attention import AttentionPlan, paged_attention
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.rms_norm import rms_norm
+from kernels.sgmv import Low
 
 
 class KVCache:
@@ -29,29 +30,26 @@ class KVCache:
         self.values = lazy_zeros(shape, like).unbind()
 
 
-def as_they_are(heads: Tensor) -> Tensor:
-    """The heads of a family that does not normalise them, or each by itself."""
-    return heads
-
-
 class WholeNorms:
     """All query heads of a token normalised as one vector, and so its key heads (OLMoE)."""
 
     def __init__(self, config: ModelConfig, query: Tensor, key: Tensor) -> None:
         self.weights = query, key  # [N_q · D], [N_kv · D]
-        self.sizes = config.attention.num_heads, config.attention.num_kv_heads
+        self.sizes = config.attention.num_heads, config.attention.num_kv_heads, config.attention.num_kv_heads
         self.eps = config.rms_norm_eps
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """heads [T, N_q + N_kv, D], the query heads first → the same shape."""
-        parts = zip(heads.split(self.sizes, dim=1), self.weights, strict=True)
-        return torch.cat([rms_norm(part.flatten(1), weight, self.eps).view_as(part) for part, weight in parts], 1)
+        """heads [T, N_q + 2 N_kv, D] as ``qk_rope_kv`` takes them → the same, the values as they were."""
+        *turned, values = heads.split(self.sizes, dim=1)
+        parts = zip(turned, self.weights, strict=True)
+        normed = [rms_norm(part.flatten(1), weight, self.eps).view_as(part) for part, weight in parts]
+        return torch.cat([*normed, values], 1)
 
 
 class Attention:
     """q, k, v in one product, norms of q and k where a family has them, rope, paged attention, o.
 
-    ``norms`` sees all heads of q and k, ``head_norms`` each by itself.
+    ``whole_norms`` sees all heads of q and k, ``head_norms`` each by itself.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Attention:
         layer: int,
         qkv: Linear,
         output: Linear,
-        norms: Callable[[Tensor], Tensor] = as_they_are,
+        whole_norms: WholeNorms | None = None,
         head_norms: HeadNorms | None = None,
     ) -> None:
         attention = config.attention
@@ -72,17 +70,22 @@ class Attention:
         )
         self.qkv = qkv
         self.output = output
-        self.norms = norms
+        self.whole_norms = whole_norms
         self.head_norms = head_norms
 
     def queries(self, x: Tensor, batch: Batch, kv: KVCache, lora: LoraStep, rope_table: Tensor) -> Tensor:
         """x [T, H] → turned queries [T, N_q, D]; writes the keys and values of the T tokens."""
-        num_turned = self.num_heads + self.num_kv_heads
-        heads = self.qkv(x, lora).unflatten(-1, (num_turned + self.num_kv_heads, self.head_dim))
-        turned, new = self.norms(heads[:, :num_turned]), heads[:, num_turned:]
-        caches = kv.keys[self.layer], kv.values[self.layer]
-        places = batch.positions, rope_table, caches, batch.slot_mapping
-        return qk_rope_kv(turned, new, *places, self.head_norms)
+        heads, low = self._heads(x, lora)
+        places = batch.positions, rope_table, (kv.keys[self.layer], kv.values[self.layer]), batch.slot_mapping
+        return qk_rope_kv(heads, *places, self.head_norms, low)
+
+    def _heads(self, x: Tensor, lora: LoraStep) -> tuple[Tensor, Low | None]:
+        """[T, N_q + 2 N_kv, D], and what adapters are yet to add to them: nothing where all are normalised as one."""
+        shape = self.num_heads + 2 * self.num_kv_heads, self.head_dim
+        if self.whole_norms is not None:
+            return self.whole_norms(self.qkv(x, lora).unflatten(-1, shape)), None
+        y, low = self.qkv.apart(x, lora)
+        return y.unflatten(-1, shape), low
 
     def attend(self, queries: Tensor, plan: AttentionPlan, kv: KVCache) -> Tensor:
         """queries [T, N_q, D] → what they see, [T, N_q, D]."""

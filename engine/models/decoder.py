@@ -65,7 +65,7 @@ def _attention_with_head_norms(config: ModelConfig, weights: Weights, layer: int
 
 def _attention_with_whole_norms(config: ModelConfig, weights: Weights, layer: int) -> Attention:
     query, key = (weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
-    return _attention(config, weights, layer, norms=WholeNorms(config, query, key))
+    return _attention(config, weights, layer, whole_norms=WholeNorms(config, query, key))
 
 
 def _gated_mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMlp:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.paged_attention.plan import AttentionPlan
 from kernels.paged_attention.work import COLUMNS, AttentionWork, Launch
-from kernels.tiles import pdl, power_of_2, tiles
+from kernels.tiles import is_early, pdl, power_of_2, tiles
 
 
 @triton.jit
@@ -47,6 +47,7 @@ def _attend_rows(
     IS_SPLIT: tl.constexpr,
     IS_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The rows of one item and one key/value head."""
     i_sequence = tl.load(p_item).to(tl.int64)
@@ -66,6 +67,8 @@ def _attend_rows(
         begin = tl.load(p_contexts + i_sequence) - num_queries  # position of the first query
         m_rows = o_rows < num_queries * GROUP
         i_tokens = (i_start + o_rows // GROUP).to(tl.int64)
+    if PDL:  # the plan was there before the step began; all that follows is of its launches
+        tl.extra.cuda.gdc_wait()
 
     o_dim = tl.arange(0, BLOCK_D)
     m_dim = o_dim < HEAD_DIM if BLOCK_D > HEAD_DIM else tl.full((BLOCK_D,), True, tl.int1)
@@ -158,11 +161,12 @@ def _attend(
     IS_GROUP: tl.constexpr,
     IS_CAPTURED: tl.constexpr,
     PRECISION: tl.constexpr,
+    TRIGGERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """partials [rows, KV_HEADS, HEAD_DIM] fp32; stats [rows, KV_HEADS, 2] fp32: a row's largest score (base 2) and its
     sum of weights."""
-    if PDL:
+    if TRIGGERS:
         tl.extra.cuda.gdc_launch_dependents()
     i_item = tl.program_id(0).to(tl.int64)
     if IS_SPLIT:  # the heads of a chunk stand side by side in memory
@@ -200,7 +204,10 @@ def _attend(
                 IS_SPLIT,
                 IS_GROUP,
                 PRECISION,
+                PDL,
             )
+        if PDL:  # who has no item too: kernels.tiles.is_early
+            tl.extra.cuda.gdc_wait()
     else:
         _attend_rows(
             p_queries,
@@ -230,6 +237,7 @@ def _attend(
             IS_SPLIT,
             IS_GROUP,
             PRECISION,
+            PDL,
         )
 
 
@@ -355,9 +363,10 @@ def _launch(
         IS_GROUP=launch.is_group,
         IS_CAPTURED=launch.count is not None,
         PRECISION="tf32x3" if queries.dtype == torch.float32 else "tf32",
-        PDL=bool(is_last and work.num_partials and tiles("merge", out.device)["pdl"]),
+        TRIGGERS=bool(is_last and work.num_partials and tiles("merge", out.device)["pdl"]),
         num_warps=row["num_warps"],
         num_stages=row["num_stages"],
+        **pdl(launch.count is not None and is_early("attend", out.device)),
         **({"maxnreg": row["captured_registers"]} if launch.count is not None and "captured_registers" in row else {}),
     )
 

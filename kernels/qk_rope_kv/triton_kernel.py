@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.qk_rope_kv import HeadNorms
-from kernels.tiles import power_of_2, tiles
+from kernels.rope.triton_kernel import rotated
+from kernels.tiles import is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -21,6 +22,33 @@ def _normalised(b_first, b_second, p_weight, o_half, m_half, eps, HEAD_DIM: tl.c
     b_first = ((b_first * b_scale).to(KIND).to(tl.float32) * b_low).to(KIND).to(tl.float32)
     b_second = ((b_second * b_scale).to(KIND).to(tl.float32) * b_high).to(KIND).to(tl.float32)
     return b_first, b_second
+
+
+@triton.jit
+def turned(
+    b_first,
+    b_second,
+    p_norm,
+    b_cosines,
+    b_sines,
+    o_half,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    NORMS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Both halves of some heads, fp32, with NORMS normalised before; KIND is the dtype of the heads."""
+    if NORMS:
+        m_half = o_half < HEAD_DIM // 2
+        b_first, b_second = _normalised(b_first, b_second, p_norm, o_half, m_half, eps, HEAD_DIM, KIND)
+    return rotated(b_first, b_second, b_cosines, b_sines)
+
+
+@triton.jit
+def store_halves(p_to, b_first, b_second, mask, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Rounded to KIND first: what the caller would have kept of it."""
+    tl.store(p_to, b_first.to(KIND).to(p_to.dtype.element_ty), mask=mask)
+    tl.store(p_to + HEAD_DIM // 2, b_second.to(KIND).to(p_to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -46,8 +74,11 @@ def _qk_rope_kv(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORMS: tl.constexpr,
+    TRIGGERS: tl.constexpr,
 ):
     """Programs of axis 1: the query heads, the key heads, the value heads, each group in pieces of HEADS."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_token = tl.program_id(0).to(tl.int64)
     i_piece = tl.program_id(1).to(tl.int64)
     QUERY_PIECES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -75,23 +106,15 @@ def _qk_rope_kv(
     b_second = tl.load(p_first + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     b_cosines = tl.load(p_angles, mask=m_half, other=0.0)[None, :]
     b_sines = tl.load(p_angles + HEAD_DIM, mask=m_half, other=0.0)[None, :]
-    if NORMS:
-        p_norm = p_key_norm if is_key else p_query_norm
-        b_first, b_second = _normalised(  # pyright: ignore[reportGeneralTypeIssues]
-            b_first, b_second, p_norm, o_half, m_half, eps, HEAD_DIM, p_heads.dtype.element_ty
-        )
-    b_turned = b_first * b_cosines - b_second * b_sines
-    b_other = b_second * b_cosines + b_first * b_sines
+    KIND: tl.constexpr = p_heads.dtype.element_ty
+    p_norm = p_key_norm if is_key else p_query_norm
+    b_first, b_second = turned(b_first, b_second, p_norm, b_cosines, b_sines, o_half, eps, HEAD_DIM, NORMS, KIND)
     if is_key:
-        m_key = mask & (i_slot >= 0)
         p_to = p_key_cache + (i_slot * KV_HEADS + i_heads[:, None]) * HEAD_DIM + o_half[None, :]
-        KIND: tl.constexpr = p_heads.dtype.element_ty  # what the caller would have kept of it
-        tl.store(p_to, b_turned.to(KIND).to(p_key_cache.dtype.element_ty), mask=m_key)
-        tl.store(p_to + HEAD_DIM // 2, b_other.to(KIND).to(p_key_cache.dtype.element_ty), mask=m_key)
+        store_halves(p_to, b_first, b_second, mask & (i_slot >= 0), HEAD_DIM, KIND)
     else:
         p_to = p_out + (i_token * NUM_HEADS + i_heads[:, None]) * HEAD_DIM + o_half[None, :]
-        tl.store(p_to, b_turned.to(p_out.dtype.element_ty), mask=mask)
-        tl.store(p_to + HEAD_DIM // 2, b_other.to(p_out.dtype.element_ty), mask=mask)
+        store_halves(p_to, b_first, b_second, mask, HEAD_DIM, KIND)
 
 
 def qk_rope_kv(
@@ -139,6 +162,7 @@ def qk_rope_kv(
             HALF=power_of_2(head_dim // 2),
             HEADS=row["heads"],
             NORMS=norms is not None,
+            TRIGGERS=is_early("attend", heads.device),
             num_warps=row["num_warps"],
         )
     return out

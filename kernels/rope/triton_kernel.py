@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """One program turns HEADS heads of a token."""
 
 import torch
@@ -7,6 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.tiles import power_of_2, tiles
+
+
+@triton.jit
+def rotated(b_first, b_second, b_cosines, b_sines):
+    """Both halves of heads, fp32. Which product is rounded by itself is said here: the compiler would choose by what
+    stands around it, and a head would get other bits from another kernel."""
+    return tl.fma(b_first, b_cosines, -(b_second * b_sines)), tl.fma(b_second, b_cosines, b_first * b_sines)
 
 
 @triton.jit
@@ -35,8 +43,9 @@ def _rope(
     b_first = tl.load(p_first, mask=mask, other=0.0).to(tl.float32)
     b_second = tl.load(p_first + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     p_turned = p_out + (i_token * num_heads + i_heads[:, None]) * HEAD_DIM + o_half[None, :]
-    tl.store(p_turned, (b_first * b_cosines - b_second * b_sines).to(p_out.dtype.element_ty), mask=mask)
-    tl.store(p_turned + HEAD_DIM // 2, (b_second * b_cosines + b_first * b_sines).to(p_out.dtype.element_ty), mask=mask)
+    b_first, b_second = rotated(b_first, b_second, b_cosines, b_sines)
+    tl.store(p_turned, b_first.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_turned + HEAD_DIM // 2, b_second.to(p_out.dtype.element_ty), mask=mask)
 
 
 def rope(heads: Tensor, positions: Tensor, table: Tensor) -> Tensor:

@@ -44,6 +44,13 @@ def rank_of(p_slice, i_slot):
 
 
 @triton.jit
+def rank_if_any(p_slices, i_slice, i_slot):
+    """``rank_of``; 0 for a slice or a slot of -1."""
+    lora_rank = rank_of(slice_at(p_slices, tl.maximum(i_slice, 0)), tl.maximum(i_slot, 0))
+    return tl.where((i_slice < 0) | (i_slot < 0), 0, lora_rank)
+
+
+@triton.jit
 def a_of(p_slice, p_like):
     """A of a slice, which has the dtype of ``p_like``, and how many ranks a slot has room for."""
     p_a = tl.multiple_of(tl.load(p_slice).to(tl.pointer_type(p_like.dtype.element_ty)), 16)  # bytes

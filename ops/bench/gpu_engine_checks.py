@@ -266,6 +266,14 @@ def check_products_in_parts_keep_what_rows_and_adapters_are_promised() -> dict[s
         return check_logits_are_those_of_the_reference("tiny")
 
 
+def check_what_is_added_on_its_way_keeps_what_rows_and_adapters_are_promised() -> dict[str, float]:
+    """With heads that have norms of their own, and without."""
+    for name in ("tiny_qwen", "tiny"):
+        check_a_base_row_has_the_same_bits_beside_adapters(name)
+    check_replay_equals_launching_with_changing_adapters("tiny_qwen")
+    return check_logits_are_those_of_the_reference("tiny_qwen")
+
+
 def all_checks() -> dict[str, Callable[[], object]]:
     """By name: these, and those of the files beside."""
     from ops.bench import gpu_prefix_checks  # made of what stands here

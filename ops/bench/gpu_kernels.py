@@ -111,9 +111,9 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 
 
 def all_checks() -> dict[str, Callable[[], None]]:
-    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora, checks_small
+    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora, checks_lora_way, checks_small
 
-    parts = (checks, checks_captured, checks_lora, cases_quantised, checks_small)
+    parts = (checks, checks_captured, checks_lora, checks_lora_way, cases_quantised, checks_small)
     return {name: check for part in parts for name, check in part.CHECKS.items()}
 
 
@@ -158,21 +158,22 @@ def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Cha
     from ops.bench.gpu.cases import cases
     from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
     from ops.bench.gpu.cases_lora import lora_step_cases
+    from ops.bench.gpu.cases_lora_way import lora_way_cases
     from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.cases_shapes import shape_cases
-    from ops.bench.gpu.changes import changed
-    from ops.bench.gpu.trials import trials
+    from ops.bench.gpu.changes import other_rows
     from ops.bench.gpu.variants import variants
 
-    kinds = cases, captured_cases, sampling_cases, lora_step_cases, quantised_cases, shape_cases
+    kinds = (
+        cases, captured_cases, sampling_cases, lora_step_cases, lora_way_cases, quantised_cases, shape_cases,
+    )  # fmt: skip
     found = [case for kind in kinds for case in kind() if re.search(match, case.name)]
     own = {case.name: case for case in found if case.section == section}
     jobs: list[tuple[str, Change, Any]] = [("", nullcontext, case) for case in own.values()]
     if not variants_too:
         return jobs
-    tried = [*trials(), *((label, (), rows, names) for label, rows, names in variants()[section])]
-    for label, edits, rows, names in tried:
-        jobs += [(label, partial(changed, edits, rows), own[name]) for name in names if name in own]
+    for label, rows, names in variants()[section]:
+        jobs += [(label, partial(other_rows, rows), own[name]) for name in names if name in own]
     return jobs
 
 

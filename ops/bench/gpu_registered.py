@@ -1,6 +1,6 @@
 """What registered adapters cost: 5 against 2,000 of them, rank 8 on q, k, v and o (performance.md §1: at most 6 %).
 
-    ./run bench gpu_registered [--shape llama8b] [--device cuda] [--registered 5,2000] [--slots 64,256] [--loads 1,4]
+    ./run bench gpu_registered [--shape llama8b] [--device cuda] [--registered 5,2000] [--slots 64,256] [--loads 4,8]
         [--turns 2] [--out FOLDER]
 
 256 requests of 512 + 128 tokens at once, spread evenly over all registered adapters, and over 32 of them only: what
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--registered", type=numbers, default=[5, 2000])
     parser.add_argument("--slots", type=numbers, default=[64, 256])
-    parser.add_argument("--loads", type=numbers, default=[1, 4])
+    parser.add_argument("--loads", type=numbers, default=[4, 8])
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="few and short requests: a dry run")
     parser.add_argument("--out", type=Path, default=Path("build/gpu_engine"))

@@ -84,8 +84,10 @@ class Bench:
 
     def drain(self) -> float:
         """Steps until nothing is left → seconds. ``step_ms`` has each step's, ``kind_s`` their sums by kind,
-        ``most_slots`` is how many adapter slots a step used, ``num_loads`` how often one was filled."""
+        ``most_slots`` is how many adapter slots a step used, ``slots_used`` those that any did, ``num_loads`` how often
+        one was filled."""
         self.most_slots = self.num_loads = 0
+        self.slots_used: set[int] = set()
         self.step_ms, self.kind_s = [], {"": 0.0, "prefill": 0.0, "mixed": 0.0, "decode": 0.0}
         self.sync()
         begin = last = time.perf_counter()
@@ -96,8 +98,9 @@ class Bench:
             for delta in result.deltas:
                 first.setdefault(delta.request_id, now - begin)
             self.step_ms.append((now - last) * 1e3)
-            slots = {sequence.adapter_slot for sequence in self.engine.scheduler.running}
-            self.most_slots = max(self.most_slots, len(slots - {-1}))
+            slots = {sequence.adapter_slot for sequence in self.engine.scheduler.running} - {-1}
+            self.most_slots = max(self.most_slots, len(slots))
+            self.slots_used |= slots
             self.num_loads += len(stats.load_times_ns)
             self.kind_s[stats.kind if stats.num_tokens else ""] += now - last
             last = now
@@ -110,6 +113,7 @@ def adapters(num: int) -> list[str]:
 
 
 def check_slots(bench: Bench, names: list[str], num: int) -> None:
-    """Each adapter had a slot of its own: adapters of equal content would share one."""
+    """Each adapter had a slot of its own: adapters of equal content would share one. Not all run at once where steps
+    are small."""
     expected = min(num, len({*names} - {""}), bench.sizes.adapter_slots)
-    assert bench.most_slots == expected, f"{bench.most_slots} distinct slots in a step, not {expected}"
+    assert len(bench.slots_used) == expected, f"{len(bench.slots_used)} distinct slots, not {expected}"

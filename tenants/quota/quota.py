@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
+from msgspec import Struct
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -80,8 +81,7 @@ class Reservation:
         return replace(self, tokens=self.tokens + more_tokens, spend=spend)
 
 
-@dataclass(frozen=True, slots=True)
-class Headroom:
+class Headroom(Struct, frozen=True):
     """What is left in the scope that has least; None where nothing limits. ``reset`` is the time until full."""
 
     limit_requests: int | None = None
@@ -92,13 +92,11 @@ class Headroom:
     reset_tokens_ms: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Struct, frozen=True):
     headroom: Headroom
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """``limit`` of ``scope`` binds (the one with the longest wait); None = waiting never helps. Nothing was taken.
     Of ``spend`` the scope is a window, whose period ends at ``end_unix_ms``."""
 

@@ -87,7 +87,8 @@ class _Line(asyncio.Protocol):
         self._num_looks = 0
         self._watch: asyncio.TimerHandle | None = None
         self._replies = hiredis.Reader()
-        self._transport: Any = connection._writer.transport  # pyright: ignore[reportAttributeAccessIssue]
+        writer: Any = connection._writer
+        self._transport = writer.transport
         self._before = self._transport.get_protocol()  # the library's, which closes by it
         self._transport.set_protocol(self)
 
@@ -116,7 +117,7 @@ class _Line(asyncio.Protocol):
     def _put(self, command: _Call, question: _Question) -> None:
         if not self._unsent:
             self._loop.call_soon(self._send)
-        self._unsent.append(hiredis.pack_command(command))
+        self._unsent.append(hiredis.pack_command(command))  # pyright: ignore[reportArgumentType]
         self._questions.append(question)
         if self._watch is None:
             self._look_later()

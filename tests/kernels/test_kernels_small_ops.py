@@ -6,6 +6,7 @@ import torch
 from kernels.qk_rope_kv import HeadNorms, qk_rope_kv
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope, rope_table
+from kernels.sgmv import LoraSlice, plan_sgmv, sgmv, shrink
 from kernels.store_kv import store_kv
 from kernels.testing import NAN, assert_matches_reference
 
@@ -96,14 +97,15 @@ def test_store_kv_writes_the_named_slots_and_nothing_else(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
 def test_qk_rope_kv_is_norm_rope_and_store_to_the_last_bit(with_norms, dtype):
-    heads, values = random(5, 6, 8, dtype=dtype), random(5, 2, 8, seed=1, dtype=dtype)
+    packed = random(5, 8, 8, dtype=dtype)
+    heads, values = packed[:, :6], packed[:, 6:]
     norms = HeadNorms(random(8, seed=2, dtype=dtype), random(8, seed=3, dtype=dtype), 1e-6)
     positions, slots = torch.tensor([0, 1, 7, 7, 599]), torch.tensor([13, 2, 19, 0, 5])
     caches, wanted = (
         (torch.full((5, 4, 2, 8), NAN, dtype=dtype), torch.full((5, 4, 2, 8), NAN, dtype=dtype)) for _ in range(2)
     )
 
-    queries = qk_rope_kv(heads, values, positions, table_of(8), caches, slots, norms if with_norms else None)
+    queries = qk_rope_kv(packed, positions, table_of(8), caches, slots, norms if with_norms else None)
 
     if with_norms:
         parts = zip(heads.split((4, 2), dim=1), (norms.query, norms.key), strict=True)
@@ -119,11 +121,39 @@ def _zeroed(caches: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def test_qk_rope_kv_stores_nothing_for_the_rows_that_fill_up_a_step():
-    heads, values = random(3, 3, 8), random(3, 1, 8, seed=1)
+    heads = random(3, 4, 8)
     caches = torch.full((2, 4, 1, 8), NAN), torch.full((2, 4, 1, 8), NAN)
 
-    queries = qk_rope_kv(heads, values, torch.tensor([4, 0, 0]), table_of(8), caches, torch.tensor([6, -1, -1]))
+    queries = qk_rope_kv(heads, torch.tensor([4, 0, 0]), table_of(8), caches, torch.tensor([6, -1, -1]))
 
     assert queries.isfinite().all()
-    assert torch.equal(caches[1].view(8, 8)[6], values[0, 0])
+    assert torch.equal(caches[1].view(8, 8)[6], heads[0, 3])
     assert all(cache.view(8, 8)[[slot for slot in range(8) if slot != 6]].isnan().all() for cache in caches)
+
+
+def adapters(*sizes: int, dtype: torch.dtype) -> list[LoraSlice]:
+    """Of two slots, for inputs of 12; each slice of another width behind the one before."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        LoraSlice(random(2, 8, 12, seed=start, dtype=dtype), random(2, 8, size, seed=size, dtype=dtype), (8, 8), start)
+        for size, start in zip(sizes, starts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adapters_of_heads_are_added_before_they_are_turned_to_the_last_bit(dtype):
+    x, plan, slices = (
+        random(3, 12, dtype=dtype),
+        plan_sgmv([1, -1, 0], torch.device("cpu")),
+        adapters(32, 16, 16, dtype=dtype),
+    )
+    y, positions, slots = random(3, 64, seed=1, dtype=dtype), torch.tensor([4, 0, 7]), torch.tensor([6, 1, 3])
+    norms = HeadNorms(random(8, seed=2, dtype=dtype), random(8, seed=3, dtype=dtype), 1e-6)
+    caches, wanted = ((torch.zeros(2, 4, 2, 8, dtype=dtype), torch.zeros(2, 4, 2, 8, dtype=dtype)) for _ in range(2))
+    other = y.clone()
+
+    out = qk_rope_kv(y.unflatten(1, (8, 8)), positions, table_of(8), caches, slots, norms, shrink(x, slices, plan))
+
+    sgmv(other, x, slices, plan)
+    assert torch.equal(out, qk_rope_kv(other.unflatten(1, (8, 8)), positions, table_of(8), wanted, slots, norms))
+    assert all(torch.equal(*pair) for pair in zip(caches, wanted, strict=True))

@@ -199,8 +199,7 @@ def rope_and_store(num_rows: int, with_norms: bool = False) -> Built:
     norms = HeadNorms(random(HEAD_DIM), random(HEAD_DIM), 1e-6) if with_norms else None
 
     def call(heads: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        turned, rest = heads[:, : HEADS + KV_HEADS], heads[:, HEADS + KV_HEADS :]
-        return qk_rope_kv(turned, rest, positions, table, (keys, values), slots, norms)
+        return qk_rope_kv(heads, positions, table, (keys, values), slots, norms)
 
     def verify() -> float:
         heads, keys, _ = sets[0]

@@ -30,6 +30,7 @@ class Inputs:
     weight: Tensor
     slices: list[LoraSlice]
     plan: SgmvPlan
+    rank: int = RANK
 
     @property
     def low(self) -> Low:
@@ -41,12 +42,12 @@ class Inputs:
         found = torch.zeros(self.y.shape, device=DEVICE)
         for slot, rows in self.plan.rows_of_slot.items():
             for part in self.slices:
-                low = self.x[rows].float() @ part.a[slot, :RANK].float().T
-                found[rows, part.start : part.start + part.b.shape[2]] = low @ part.b[slot, :RANK].float()
+                low = self.x[rows].float() @ part.a[slot, : self.rank].float().T
+                found[rows, part.start : part.start + part.b.shape[2]] = low @ part.b[slot, : self.rank].float()
         return found
 
 
-def inputs(num_rows: int, num_adapters: int, size_in: int, sizes_out: Sequence[int]) -> list[Inputs]:
+def inputs(num_rows: int, num_adapters: int, size_in: int, sizes_out: Sequence[int], rank: int = RANK) -> list[Inputs]:
     """A decode's rows take the adapters in turn, prompts of 512 tokens likewise."""
     length = 1 if num_rows < PROMPT else PROMPT
     slots = [row // length % num_adapters for row in range(num_rows)]
@@ -55,10 +56,10 @@ def inputs(num_rows: int, num_adapters: int, size_in: int, sizes_out: Sequence[i
         slices, start = [], 0
         for size_out in sizes_out:
             a, b = (random(num_adapters, 64, size) * size_in**-0.5 for size in (size_in, size_out))
-            slices.append(LoraSlice(a, b, (RANK,) * num_adapters, start))
+            slices.append(LoraSlice(a, b, (rank,) * num_adapters, start))
             start += size_out
         rows = random(num_rows, size_in), random(num_rows, start)
-        found.append(Inputs(*rows, random(start, size_in) * size_in**-0.5, slices, plan_sgmv(slots, DEVICE)))
+        found.append(Inputs(*rows, random(start, size_in) * size_in**-0.5, slices, plan_sgmv(slots, DEVICE), rank))
     return found
 
 

@@ -55,8 +55,8 @@ def qk_rope_kv_is_its_parts() -> None:
 
 def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     num_heads, num_kv_heads, head_dim = heads
-    x = sliced(num_rows, num_heads + num_kv_heads, head_dim, dtype=dtype)
-    values = sliced(num_rows, num_kv_heads, head_dim, dtype=dtype)
+    packed = sliced(num_rows, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    x, values = packed[:, :-num_kv_heads], packed[:, -num_kv_heads:]
     table = rope_table(1e4 ** (-torch.arange(0, head_dim, 2, device=DEVICE) / head_dim), 9000)
     positions = torch.randperm(9000, device=DEVICE)[:num_rows]
     caches = [random(num_rows // 16 + 2, 16, num_kv_heads, head_dim, dtype=dtype) for _ in range(2)]
@@ -65,7 +65,7 @@ def _qk_rope_kv(num_rows: int, heads: tuple[int, int, int], dtype: torch.dtype) 
     expected = [cache.clone() for cache in caches]
     kept = slots >= 0
     for norms in (None, HeadNorms(random(head_dim, dtype=dtype), random(head_dim, dtype=dtype), 1e-6)):
-        queries = qk_rope_kv(x, values, positions, table, (caches[0], caches[1]), slots, norms)
+        queries = qk_rope_kv(packed, positions, table, (caches[0], caches[1]), slots, norms)
         if norms is not None:
             x = torch.cat(
                 (rms_norm(x[:, :num_heads], norms.query, 1e-6), rms_norm(x[:, num_heads:], norms.key, 1e-6)), 1

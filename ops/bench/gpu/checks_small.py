@@ -15,9 +15,11 @@ from kernels.paged_attention import DecodeShape, captured_plan, fill_plan, paged
 from kernels.quantised_linear import quantised_linear
 from kernels.sampling import highest
 from ops.bench.gpu.cases_quantised import FORMS, exact, weight_of
+from ops.bench.gpu.changes import other_rows
 from ops.bench.gpu.checks import DEVICE, LIMITS, lora_case, random, require
 from ops.bench.gpu.checks_captured import groups_of, shared_batch
 from ops.bench.gpu.checks_lora import early_launches, expected_of_silu, into_silu
+from ops.bench.gpu.checks_lora_way import BY_ROWS, Heads, heads_of_adapters
 
 
 def small_lora_into_silu() -> None:
@@ -62,8 +64,19 @@ def small_groups() -> None:
     require(out[: len(order)], batch.expected()[order], "small groups")
 
 
+def small_heads() -> None:
+    """What adapters add to heads on their way into rope and the cache, which may begin early."""
+    for is_early, has_norms, dtype in itertools.product((0, 1), (False, True), LIMITS):
+        step = Heads([0, 3, -1, 1, 2], (4, 2, 64), dtype, slice(0, 3))
+        with early_launches(is_early), other_rows(BY_ROWS):
+            low = step.shrunk()
+            assert low is not None, "nobody has anything to add"
+            heads_of_adapters(step, step.norms if has_norms else None, low, f"small heads {dtype} {is_early}")
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "small lora into silu": small_lora_into_silu,
+    "small heads": small_heads,
     "small highest": small_highest,
     "small quantised": small_quantised,
     "small groups": small_groups,

@@ -164,10 +164,10 @@ def _lora_step() -> list[Variant]:
         for name in ("q,k,v", "o", "gate,up", "down")
     )
     rows = tuple(f"expand, silu T=32 L={count} fused" for count in (8, 32))
-    early = _rows("pdl", silu_mul=1, shrink=1)
+    early = _rows("pdl", silu_mul=1, shrink=1, rope_low=1, attend=1)
     found += [
         ("all early", early, decodes),
-        ("none early", _rows("pdl", silu_mul=0, shrink=0), decodes),
+        ("none early", _rows("pdl", silu_mul=0, shrink=0, rope_low=0, attend=0), decodes),
     ]
     for k, shrink_warps, n, expand_warps in ((512, 4, 512, 2), (256, 2, 256, 1), (1024, 4, 256, 1), (256, 2, 128, 1)):
         found.append((*_vector(k, shrink_warps, n, expand_warps), decodes))
@@ -177,6 +177,16 @@ def _lora_step() -> list[Variant]:
     found.append(("matrices", matrices, decodes))
     for n, warps in ((64, 2), (128, 4), (256, 4), (128, 2)):
         found.append((f"matrices n{n}/{warps}", matrices | _rows("silu_low_matrix", block_n=n, num_warps=warps), rows))
+    return [*found, *_lora_on_its_way()]
+
+
+def _lora_on_its_way() -> list[Variant]:
+    """Into rope and the cache."""
+    heads = tuple(f"q,k,v, rope T=32 L={count} r=16 fused" for count in (8, 32))
+    found: list[Variant] = [("late", _rows("pdl", silu_mul=1, shrink=1, rope_low=0, attend=1), heads)]
+    for number, warps in ((4, 2), (4, 4), (2, 1), (1, 1), (16, 4)):
+        row = _rows("qk_rope_kv", heads=number, num_warps=warps)
+        found.append((f"heads {number} warps {warps}", row, (*heads, "q,k,v, rope T=32 base")))
     return found
 
 

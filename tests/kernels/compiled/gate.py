@@ -29,6 +29,7 @@ from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, 
 from kernels.paged_attention import triton_kernel as attention_kernel
 from kernels.qk_rope_kv import HeadNorms
 from kernels.qk_rope_kv import triton_kernel as qk_rope_kv_kernel
+from kernels.qk_rope_kv import triton_low as qk_rope_kv_low_kernel
 from kernels.quantised_linear import QuantisedWeight
 from kernels.quantised_linear import triton_kernel as quantised_kernel
 from kernels.quantised_linear import triton_widen as widen_kernel
@@ -36,7 +37,7 @@ from kernels.rms_norm import triton_kernel as rms_norm_kernel
 from kernels.rope import triton_kernel as rope_kernel
 from kernels.sampling import SamplingRows
 from kernels.sampling import triton_kernel as sampling_kernel
-from kernels.sgmv import LoraSlice, plan_sgmv
+from kernels.sgmv import LoraSlice, PartialLow, plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.silu_mul import triton_low as silu_low_kernel
@@ -178,6 +179,24 @@ def sample(num_rows: int) -> None:
     sampling_kernel.sample(torch.zeros(num_rows, 128_256), SamplingRows(*columns))
 
 
+def shrunk(
+    num_rows: int,
+    size_in: int,
+    sizes_out: tuple[int, ...],
+    rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    num_slots: int = 1,
+) -> PartialLow:
+    slices, start = [], 0
+    for size_out in sizes_out:
+        a, b = (torch.zeros(1, rank, size, dtype=dtype) for size in (size_in, size_out))
+        slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
+        start += size_out
+    x = torch.zeros(num_rows, size_in, dtype=dtype)
+    return sgmv_kernel.shrink(x, slices, plan_sgmv([row % num_slots for row in range(num_rows)], x.device))
+
+
 def lora(
     num_rows: int,
     size_in: int,
@@ -187,17 +206,20 @@ def lora(
     *,
     num_slots: int = 1,
 ) -> None:
-    slices, start = [], 0
-    for size_out in sizes_out:
-        a, b = (torch.zeros(1, rank, size, dtype=dtype) for size in (size_in, size_out))
-        slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
-        start += size_out
-    x, y = (torch.zeros(num_rows, size, dtype=dtype) for size in (size_in, start))
-    plan = plan_sgmv([row % num_slots for row in range(num_rows)], x.device)
-    low = sgmv_kernel.shrink(x, slices, plan)
-    sgmv_kernel.expand(y, low)
+    part = shrunk(num_rows, size_in, sizes_out, rank, dtype, num_slots=num_slots)
+    y = torch.zeros(num_rows, sum(sizes_out), dtype=dtype)
+    sgmv_kernel.expand(y, part)
     if sizes_out == GATE_UP:
-        silu_low_kernel.silu_mul(y, low)
+        silu_low_kernel.silu_mul(y, part)
+
+
+def qk_rope_kv_low(heads: tuple[int, int, int], norms: HeadNorms | None, rank: int) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    sizes_out = tuple(number * head_dim for number in (num_heads, num_kv_heads, num_kv_heads))
+    low = shrunk(32, 4096, sizes_out, rank, num_slots=32)
+    cache, numbers, table = normal(4, 16, num_kv_heads, head_dim), torch.arange(32), torch.zeros(32, 2, head_dim)
+    x = normal(32, num_heads + 2 * num_kv_heads, head_dim)
+    qk_rope_kv_low_kernel.qk_rope_kv(x, numbers, table, cache, cache, numbers, norms, low)
 
 
 GATE_UP = (14336, 14336)
@@ -287,6 +309,15 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for num_rows in (512, 2048):
         for rank in (16, 64, 128):
             yield f"lora of gate and up T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, GATE_UP, r)
+    for heads, norms, rank in (
+        ((32, 8, 128), None, 16),
+        ((32, 8, 128), None, 64),
+        ((16, 8, 128), HeadNorms(normal(128), normal(128), 1e-6), 16),
+        ((9, 3, 64), None, 16),
+        ((32, 8, 96), None, 16),
+    ):
+        name = f"{'/'.join(map(str, heads))}{' norms' if norms else ''} r={rank}"
+        yield f"lora into qk_rope_kv {name}", lambda heads=heads, norms=norms, r=rank: qk_rope_kv_low(heads, norms, r)
     yield "sample", lambda: sample(64)
     tokens = torch.zeros(64, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):

@@ -83,6 +83,21 @@ def _silu_low() -> None:
         triton_low.silu_mul(gate_up, triton_kernel.shrink(x, slices, plan_sgmv(slots, x.device)))
 
 
+def _rope_low() -> None:
+    from kernels.qk_rope_kv import HeadNorms, triton_low
+    from kernels.sgmv import LoraSlice, plan_sgmv, triton_kernel
+
+    x, heads = guarded(torch.randn(3, 97)), guarded(torch.randn(3, 7, 24))
+    a = guarded(torch.randn(2, 8, 97))
+    b = [guarded(torch.randn(2, 8, size)) for size in (72, 48, 48)]
+    slices = [LoraSlice(a, part, (3, 8), start) for part, start in zip(b, (0, 72, 120), strict=True)]
+    low = triton_kernel.shrink(x, slices, plan_sgmv([1, -1, 0], x.device))
+    caches = [guarded(torch.zeros(2, 4, 2, 24)) for _ in range(2)]
+    norms = HeadNorms(guarded(torch.randn(24)), guarded(torch.randn(24)), 1e-5)
+    table, slots = guarded(torch.randn(9, 2, 24)), guarded(torch.tensor([7, -1, 3]))
+    triton_low.qk_rope_kv(heads, guarded(torch.tensor([8, 0, 3])), table, *caches, slots, norms, low)
+
+
 def _paged_attention() -> None:
     from kernels.paged_attention import plan_attention, triton_kernel
 
@@ -111,6 +126,7 @@ CASES = {
         _qk_rope_kv,
         _sgmv,
         _silu_low,
+        _rope_low,
         _paged_attention,
         _past_an_end,
     )

@@ -130,10 +130,10 @@ def test_qk_rope_kv_equals_its_reference(heads, norms, dtype):
 
 
 QK_ROPE_KV_FAULTS = {
-    "a row that fills up the step is stored": ("m_key = mask & (i_slot >= 0)", "m_key = mask & (i_slot >= -1)"),
+    "a row that fills up the step is stored": ("b_second, mask & (i_slot >= 0)", "b_second, mask & (i_slot >= -1)"),
     "keys with the query heads' norm": ("p_key_norm if is_key else p_query_norm", "p_query_norm"),
     "a norm of half a head": ("tl.sum(b_second * b_second, 1)) / HEAD_DIM", "0.0) / HEAD_DIM"),
-    "swapped halves": ("b_other = b_second * b_cosines + b_first", "b_other = b_first * b_cosines + b_second"),
+    "swapped halves": ("rotated(b_first, b_second, b_cosines", "rotated(b_second, b_first, b_cosines"),
     "a missing mask of the heads": ("i_heads < tl.where(is_key, KV_HEADS, NUM_HEADS)", "i_heads < NUM_HEADS"),
     "values of the token before": ("p_from = p_values + i_token", "p_from = p_values + tl.maximum(i_token - 1, 0)"),
 }

@@ -5,6 +5,7 @@ import random
 import pytest
 from arithmetic_peer import Weights
 
+from engine import adapter_pool
 from engine.adapter_pool import AdapterPool, HostTier
 
 
@@ -173,3 +174,24 @@ def test_a_random_walk_never_shows_a_user_another_adapter(seed: int):
             assert pool.generation(slot) == generation
             pins[slot] = pins.get(slot, 0) + 1
         pool.check_invariants(pins)
+
+
+def test_a_step_loads_many_small_adapters_or_one_large_one(monkeypatch):
+    monkeypatch.setattr(adapter_pool, "MAX_LOADS_PER_STEP", 3)
+    monkeypatch.setattr(adapter_pool, "MAX_LOAD_BYTES_PER_STEP", 350)
+    pool = pool_with(9, *"abcd")  # 100 bytes each
+    for key in ("large", "larger"):
+        pool.host.put(key, Weights(key, num_bytes=400))
+
+    assert num_loaded(pool, ["a", "b", "c", "d"]) == 3
+    assert num_loaded(pool, ["large", "d"]) == 1
+    assert num_loaded(pool, ["d", "larger"]) == 1
+    assert num_loaded(pool, ["larger"]) == 1
+
+
+def num_loaded(pool: AdapterPool, keys: list[str]) -> int:
+    """In one step that could use all of them."""
+    for key in keys:
+        if pool.has_room(key):
+            pool.acquire(key)
+    return len(pool.take_loads())

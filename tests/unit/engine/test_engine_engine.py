@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from arithmetic_peer import EOS, ArithmeticRunner, Driver, Weights, expected_output, make_engine, submit
 
-from engine import wire
+from engine import adapter_pool, wire
 from engine.engine import Engine
 from engine.errors import Busy, InvalidRequest, TooLong
 from engine.metering.device_counters import DeviceCounters
@@ -334,7 +334,15 @@ def test_a_deleted_adapter_leaves_its_slot_with_its_last_request():
     assert driver.outcomes["r"].reasons == {0: "length"}
 
 
-def test_a_storm_of_adapters_is_loaded_in_turns_so_that_no_stream_waits_for_all_of_them():
+@pytest.mark.parametrize(
+    ("bound", "value", "most"),
+    [("MAX_LOADS_PER_STEP", 2, 2), ("MAX_LOAD_BYTES_PER_STEP", 1, 1)],
+    ids=["number", "bytes"],
+)
+def test_a_storm_of_adapters_is_loaded_in_turns_so_that_no_stream_waits_for_all_of_them(
+    bound, value, most, monkeypatch
+):
+    monkeypatch.setattr(adapter_pool, bound, value)
     _, runner, driver = start(max_running=10)
     driver.add(submit("stream", PROMPT, 30, ignore_eos=True))
     driver.step()
@@ -346,7 +354,7 @@ def test_a_storm_of_adapters_is_loaded_in_turns_so_that_no_stream_waits_for_all_
         driver.step()
         loads.append(runner.num_loads - before)
 
-    assert (max(loads), sum(loads)) == (1, 6)
+    assert (max(loads), sum(loads)) == (most, 6)
     assert all(outcome.finished for outcome in driver.outcomes.values())
 
 
