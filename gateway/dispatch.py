@@ -223,8 +223,9 @@ class Flight:
 
     def leave_out(self, num_tokens: int) -> None:
         """Tokens that came behind a stop string, before the engine heard of it, are not the caller's."""
-        self.surplus_tokens = num_tokens
-        self.usage = msgspec.structs.replace(self.usage, output_tokens=self.usage.output_tokens - num_tokens)
+        if num_tokens:
+            self.surplus_tokens = num_tokens
+            self.usage = msgspec.structs.replace(self.usage, output_tokens=self.usage.output_tokens - num_tokens)
 
     def answered(self) -> None:
         """The answer is written to its end, or its caller has left: only now is it one to be billed."""

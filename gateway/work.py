@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar, cast
+
+from msgspec import Struct
 
 from engine.wire import FlowClass, SamplingParams
 from gateway import schemas
@@ -32,8 +33,7 @@ Prompt: TypeAlias = list[int]
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(Struct, frozen=True):
     """How the answer is written. ``tools`` None: it was offered none."""
 
     stream: bool
@@ -45,8 +45,7 @@ class Style:
     tools: Tools | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """A request that can be run. Choice index = prompt index × num_choices + i; of these choices the ``num_best``
     likeliest of each prompt are the answer.
 

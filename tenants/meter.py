@@ -54,10 +54,12 @@ def seal(context: RequestContext, key: Secret) -> bytes:
     The label is cut to its bound. Raises ValueError when another field is longer than its own: such a name
     should not have been accepted anywhere.
     """
-    label = context.label.encode()[:MAX_LABEL_BYTES].decode("utf-8", "ignore")
+    if len(context.label.encode()) > MAX_LABEL_BYTES:
+        label = context.label.encode()[:MAX_LABEL_BYTES].decode("utf-8", "ignore")
+        context = msgspec.structs.replace(context, label=label)
     _check(len(context.base_model.encode()) <= MAX_MODEL_BYTES, "base_model")
     _check(len(context.model.encode()) <= MAX_REQUESTED_MODEL_BYTES, "model")
-    body = msgspec.msgpack.encode(msgspec.structs.replace(context, label=label))
+    body = msgspec.msgpack.encode(context)
     _check(_MAC_BYTES + len(body) <= MAX_CONTEXT_BYTES, "context")
     return _mac(body, key) + body
 
