@@ -12,7 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async
 from sqlmodel.ext.asyncio.session import AsyncSession
 from sqlmodel.sql.expression import SelectOfScalar
 
-
 _Row = TypeVar("_Row")
 CONNECT_S = 10.0
 DEAD_PEER_S = 20
