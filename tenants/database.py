@@ -12,8 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async
 from sqlmodel.ext.asyncio.session import AsyncSession
 from sqlmodel.sql.expression import SelectOfScalar
 
-from tenants.sqlite_driver import SqliteDriver
-
 _Row = TypeVar("_Row")
 CONNECT_S = 10.0
 DEAD_PEER_S = 20
@@ -37,7 +35,7 @@ def create_engine(url: str) -> AsyncEngine:
 
 
 def _sqlite_engine(url: URL) -> AsyncEngine:
-    engine = create_async_engine(url, module=SqliteDriver(), hide_parameters=True)
+    engine = create_async_engine(url, hide_parameters=True)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine

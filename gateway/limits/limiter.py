@@ -17,6 +17,7 @@ from tenants.quota.script import Answer
 
 LOCAL_FOR_S = 300.0  # an outage that lasts longer is refused for
 RETRY_S = 0.25
+LAST_WORDS_S = 1.0
 MAX_UNHEARD = 4096
 _log = logging.getLogger("gateway.limits.limiter")
 _T = TypeVar("_T")
@@ -44,6 +45,7 @@ class Limiter:
     count_fallback: Callable[[str, str], None]  # kind, reason
     _away_since_s: float | None = None
     _unheard: deque[_Settlement] = field(default_factory=lambda: deque(maxlen=MAX_UNHEARD))
+    _telling: set[Answer] = field(default_factory=set)
     _owing: asyncio.Event = field(default_factory=asyncio.Event)
     _mending: asyncio.Task[None] | None = None
 
@@ -51,6 +53,9 @@ class Limiter:
         self._mending = asyncio.create_task(self._mend(), name="limiter's store")
 
     async def close(self) -> None:
+        """Waits for what the store was told last, as long as it may take."""
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=LAST_WORDS_S)
         if self._mending is not None:
             self._mending.cancel()
 
@@ -116,9 +121,12 @@ class Limiter:
         if self.is_away:
             self._owe(settlement)
         else:
-            settlement().add_done_callback(functools.partial(self._told, settlement))
+            answer = settlement()
+            self._telling.add(answer)
+            answer.add_done_callback(functools.partial(self._told, settlement))
 
     def _told(self, settlement: _Settlement, answer: Answer) -> None:
+        self._telling.discard(answer)
         error = None if answer.cancelled() else answer.exception()
         if isinstance(error, StoreUnavailable):
             self._lost(error)

@@ -74,9 +74,9 @@ class _Question(NamedTuple):
 
 
 class _Line(asyncio.Protocol):
-    """The connection's bytes. It ends when the oldest question has waited for ``deadline_s``, and all others with it:
-    what does not answer that one answers none behind it. Time passes in looks at the connection: a process that got
-    no processor for so long finds the answers there, and nothing is wrong."""
+    """The connection's bytes. Each question has its own time; when all that were asked have had theirs, the line ends.
+    Time passes in looks at the connection: a process that got no processor for so long finds the answers there, and
+    nothing is wrong."""
 
     def __init__(self, connection: AbstractConnection, deadline_s: float) -> None:
         self.connection = connection
@@ -145,10 +145,14 @@ class _Line(asyncio.Protocol):
         """One timer for all that is asked."""
         self._watch = None
         self._num_looks += 1
-        if self._questions and self._num_looks - self._questions[0].asked_at > _LOOKS:
+        for question in self._questions:
+            if self._num_looks - question.asked_at <= _LOOKS:
+                self._look_later()
+                return
+            if not question.answer.done():
+                question.answer.set_exception(_unavailable(TimeoutError()))
+        if self._questions:
             self._end(TimeoutError())
-        elif self._questions:
-            self._look_later()
 
     def _end(self, error: Exception) -> None:
         if self._watch is not None:

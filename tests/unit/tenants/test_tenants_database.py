@@ -3,10 +3,9 @@
 import asyncio
 import socket
 
-import aiosqlite
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from tenants.database import DEAD_PEER_S, Database
 from tests.stores import PostgresServer
@@ -77,38 +76,3 @@ def test_a_private_socket_is_left_as_it_is(postgres: PostgresServer):
     url = f"postgresql://postgres@/postgres?host={postgres.folder}&port={postgres.port}"
 
     assert asked(url, "SELECT 1") == "1"
-
-
-def test_a_statement_on_sqlite_is_one_errand_of_its_connections_thread(tmp_path, monkeypatch):
-    errands, real = [], aiosqlite.Connection._execute
-
-    def counted(connection, function, *arguments, **options):
-        errands.append(function)
-        return real(connection, function, *arguments, **options)
-
-    async def main() -> tuple[int, int, int, int]:
-        database = Database(f"sqlite:///{tmp_path / 'one.db'}")
-        await database.start()
-        counts = []
-        try:
-            monkeypatch.setattr(aiosqlite.Connection, "_execute", counted)
-            async with database.transaction() as session:
-                connection = await session.connection()
-                for statement, parameters in (
-                    ("CREATE TABLE t (x INTEGER PRIMARY KEY)", None),
-                    ("INSERT INTO t VALUES (?)", [(1,), (2,)]),
-                    ("SELECT x FROM t WHERE x > ? ORDER BY x", (0,)),
-                ):
-                    before = len(errands)
-                    found = await connection.exec_driver_sql(statement, parameters)
-                    counts.append(len(errands) - before)
-                assert [row.x for row in found] == [1, 2]
-                with pytest.raises(IntegrityError):
-                    await connection.exec_driver_sql("INSERT INTO t VALUES (1)")
-                before = len(errands)
-            counts.append(len(errands) - before)  # the commit; nothing is left to roll back
-        finally:
-            await database.close()
-        return tuple(counts)
-
-    assert asyncio.run(main()) == (1, 1, 1, 1)

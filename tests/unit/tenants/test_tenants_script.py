@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from stores import valkey_server
 
 from tenants.errors import StoreUnavailable
-from tenants.quota.script import Script
+from tenants.quota.script import _LOOKS, Script
 
 ECHO = "return {KEYS[1], ARGV[1]}"
 
@@ -87,6 +87,50 @@ def test_what_a_broken_connection_was_asked_is_unavailable_for_all_who_wait():
                 server.process.kill()
                 answers = await asyncio.gather(*calls, return_exceptions=True)
                 assert [type(answer) for answer in answers] == [StoreUnavailable] * 3
+
+    asyncio.run(main())
+
+
+def test_each_question_has_its_own_time_and_a_late_answer_is_dropped():
+    async def main():
+        with valkey_server() as server:
+            async with Redis.from_url(server.url) as redis:
+                script = Script(redis, ECHO, 30.0)
+                await script(["a"], [0])
+                line = script._line
+                server.process.send_signal(signal.SIGSTOP)
+                first = script(["a"], [1])
+                for _ in range(_LOOKS):
+                    line._look()
+                second = script(["a"], [2])
+                line._look()
+                with pytest.raises(StoreUnavailable):
+                    await first
+                assert not second.done()
+                server.process.send_signal(signal.SIGCONT)
+                assert await second == [b"a", b"2"]
+                assert script._line is line
+                assert not line.is_closed
+
+    asyncio.run(main())
+
+
+def test_a_line_whose_questions_have_all_had_their_time_is_made_anew():
+    async def main():
+        with valkey_server() as server:
+            async with Redis.from_url(server.url) as redis:
+                script = Script(redis, ECHO, 30.0)
+                await script(["a"], [0])
+                line = script._line
+                server.process.send_signal(signal.SIGSTOP)
+                asked = [script(["a"], [number]) for number in range(3)]
+                for _ in range(_LOOKS + 1):
+                    line._look()
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                assert [type(answer) for answer in answers] == [StoreUnavailable] * 3
+                assert line.is_closed
+                server.process.send_signal(signal.SIGCONT)
+                assert await script(["a"], [4]) == [b"a", b"4"]
 
     asyncio.run(main())
 
