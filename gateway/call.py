@@ -65,7 +65,7 @@ class Call:
 
     @classmethod
     def of(cls, scope: Scope, receive: Receive, send: Send) -> "Call":
-        call = cls(scope, receive, send, send, dict(reversed(scope["headers"])))
+        call = cls(scope, receive, send, send, dict(reversed(list(scope["headers"]))))
         label = call.header(b"x-request-id") or call.header(b"x-client-request-id") or ""
         call.label = label if _LABEL.fullmatch(label) else ""
         call.idempotency_key = call.header(b"idempotency-key")
