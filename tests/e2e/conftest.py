@@ -1,5 +1,6 @@
 """Installations of a tiny model, each started once."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,10 @@ def observed(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Itera
     options = ("--log-level", "debug", "--dtype", "float32", "--context", "512")
     options += ("--block-size", "4", "--kv-blocks", "512")
     options += ("--adapter-slots", "2", "--demo", "--model", f"tiny={model_dir}")
-    with pytest.MonkeyPatch.context() as patch, collecting() as collector:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-        with serving(tmp_path_factory.mktemp("observed"), *options) as served:
-            yield Observed(served, collector)
+    with collecting() as collector, contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # for this installation's start, not for the next ones'
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+            patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+            served = stack.enter_context(serving(tmp_path_factory.mktemp("observed"), *options))
+        yield Observed(served, collector)
