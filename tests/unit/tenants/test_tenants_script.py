@@ -18,6 +18,17 @@ async def kill_all_but_own_connection(redis):
     await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
+def with_own_server(body):
+    """Runs ``body(server, script)`` on a store that it may stop and kill."""
+
+    async def main():
+        with valkey_server() as server:
+            async with Redis.from_url(server.url) as redis:
+                await body(server, Script(redis, ECHO, 30.0))
+
+    asyncio.run(main())
+
+
 def test_calls_at_once_share_a_connection_and_each_gets_its_own_answer(with_redis):
     async def body(redis):
         script = Script(redis, ECHO, 30.0)
@@ -77,62 +88,53 @@ def test_a_call_behind_a_broken_connection_makes_another(with_redis):
 
 
 def test_what_a_broken_connection_was_asked_is_unavailable_for_all_who_wait():
-    async def main():
-        with valkey_server() as server:
-            async with Redis.from_url(server.url) as redis:
-                script = Script(redis, ECHO, 30.0)
-                await script(["a"], [1])
-                server.process.send_signal(signal.SIGSTOP)
-                calls = [script(["a"], [number]) for number in range(3)]
-                server.process.kill()
-                answers = await asyncio.gather(*calls, return_exceptions=True)
-                assert [type(answer) for answer in answers] == [StoreUnavailable] * 3
+    async def body(server, script):
+        await script(["a"], [1])
+        server.process.send_signal(signal.SIGSTOP)
+        calls = [script(["a"], [number]) for number in range(3)]
+        server.process.kill()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [StoreUnavailable] * 3
 
-    asyncio.run(main())
+    with_own_server(body)
 
 
 def test_each_question_has_its_own_time_and_a_late_answer_is_dropped():
-    async def main():
-        with valkey_server() as server:
-            async with Redis.from_url(server.url) as redis:
-                script = Script(redis, ECHO, 30.0)
-                await script(["a"], [0])
-                line = script._line
-                server.process.send_signal(signal.SIGSTOP)
-                first = script(["a"], [1])
-                for _ in range(_LOOKS):
-                    line._look()
-                second = script(["a"], [2])
-                line._look()
-                with pytest.raises(StoreUnavailable):
-                    await first
-                assert not second.done()
-                server.process.send_signal(signal.SIGCONT)
-                assert await second == [b"a", b"2"]
-                assert script._line is line
-                assert not line.is_closed
+    async def body(server, script):
+        await script(["a"], [0])
+        line = script._line
+        server.process.send_signal(signal.SIGSTOP)
+        first = script(["a"], [1])
+        for _ in range(_LOOKS):
+            line._look()
+        second = script(["a"], [2])
+        line._look()
+        with pytest.raises(StoreUnavailable):
+            await first
+        assert not second.done()
+        server.process.send_signal(signal.SIGCONT)
+        assert await second == [b"a", b"2"]
+        assert script._line is line
+        assert not line.is_closed
 
-    asyncio.run(main())
+    with_own_server(body)
 
 
 def test_a_line_whose_questions_have_all_had_their_time_is_made_anew():
-    async def main():
-        with valkey_server() as server:
-            async with Redis.from_url(server.url) as redis:
-                script = Script(redis, ECHO, 30.0)
-                await script(["a"], [0])
-                line = script._line
-                server.process.send_signal(signal.SIGSTOP)
-                asked = [script(["a"], [number]) for number in range(3)]
-                for _ in range(_LOOKS + 1):
-                    line._look()
-                answers = await asyncio.gather(*asked, return_exceptions=True)
-                assert [type(answer) for answer in answers] == [StoreUnavailable] * 3
-                assert line.is_closed
-                server.process.send_signal(signal.SIGCONT)
-                assert await script(["a"], [4]) == [b"a", b"4"]
+    async def body(server, script):
+        await script(["a"], [0])
+        line = script._line
+        server.process.send_signal(signal.SIGSTOP)
+        asked = [script(["a"], [number]) for number in range(3)]
+        for _ in range(_LOOKS + 1):
+            line._look()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [StoreUnavailable] * 3
+        assert line.is_closed
+        server.process.send_signal(signal.SIGCONT)
+        assert await script(["a"], [4]) == [b"a", b"4"]
 
-    asyncio.run(main())
+    with_own_server(body)
 
 
 def test_an_error_of_the_script_is_unavailable_and_the_connection_goes_on(with_redis):
