@@ -182,7 +182,7 @@ class Turns:
 
     def _start_anew(self) -> None:
         """Nobody has work: nobody is owed anything. Newcomers start where the most served of all stands."""
-        self._floor = max(self._floor, max(account.counter for account in self._accounts.values()))
+        self._floor = max(self._floor, *(account.counter for account in self._accounts.values()))
         self._accounts.clear()
         self._waiting, self._working, self._idle = _LazyHeap("waiting"), _LazyHeap("working"), _LazyHeap("idle")
         self._last_left = None
