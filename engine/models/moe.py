@@ -14,8 +14,7 @@ from engine.models.config import ModelConfig, MoeConfig
 from engine.models.linear import Linear, LoraStep
 from engine.models.mlp import GatedMlp
 from kernels.linear import LinearWeight, linear
-from kernels.moe import ExpertWeights, RoutingRule, combine, gather, grouped_linear, plan_experts, route
-from kernels.silu_mul import silu_mul
+from kernels.moe import ExpertWeights, RoutingRule, combine, grouped_linear, grouped_silu_mul, plan_experts, route
 
 Weights = Mapping[str, Tensor]
 
