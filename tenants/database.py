@@ -96,6 +96,13 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
+class ReadingSession(AsyncSession):
+    """Has no commit. One that read and then wrote would now and then fail, on SQLite, beside another writer."""
+
+    async def commit(self) -> None:
+        raise TypeError("a session for reading commits nothing: Database.transaction does")
+
+
 class Database:
     """Sessions on one database. Repositories take a session and never commit; ``transaction`` does."""
 
@@ -109,7 +116,7 @@ class Database:
         async with self._engine.connect() as connection:
             await connection.exec_driver_sql("SELECT 1")
         writing = self._engine.execution_options(**{_WRITES: True})
-        self._reads = async_sessionmaker(self._engine, class_=AsyncSession, expire_on_commit=False)
+        self._reads = async_sessionmaker(self._engine, class_=ReadingSession, expire_on_commit=False)
         self._writes = async_sessionmaker(writing, class_=AsyncSession, expire_on_commit=False)
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from gateway.errors import ApiError
 from gateway.limits.recount import Recount
 from gateway.limits.tickets import Ticket
 from tenants.database import Database
+from tenants.patience import patience
 from tenants.quota.spend_repository import GatewayLeaseRepository
 from tenants.quota.wallet import Hold, WalletRepository
 
@@ -73,7 +74,7 @@ class Credit:
 
     async def _ask(self, question, hold: Hold) -> bool:
         try:
-            async with asyncio.timeout(DEADLINE_S), self.database.transaction() as session:
+            async with patience(DEADLINE_S), self.database.transaction() as session:
                 return await question(WalletRepository(session), hold)
         except _FAILURES:
             raise ApiError("The ledger does not answer; try again.", code="billing_unavailable") from None
@@ -82,7 +83,7 @@ class Credit:
         """Where the database fails the sweep does it."""
         hold = self._hold(ticket, 0)
         with contextlib.suppress(*_FAILURES):
-            async with asyncio.timeout(DEADLINE_S), self.database.transaction() as session:
+            async with patience(DEADLINE_S), self.database.transaction() as session:
                 await WalletRepository(session).give_back(hold.tenant_id, hold.request_id, hold.attempt)
 
     async def _keep_sweeping(self) -> None:

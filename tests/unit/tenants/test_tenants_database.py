@@ -6,8 +6,10 @@ import socket
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlmodel import select
 
 from tenants.database import DEAD_PEER_S, Database
+from tenants.tables import Tenant
 from tests.stores import PostgresServer
 
 
@@ -49,6 +51,16 @@ def test_an_error_that_a_log_may_show_has_no_values_of_its_statement(with_databa
                 await (await session.connection()).execute(text("SELECT x FROM nowhere WHERE x = :x"), {"x": "secret"})
         assert "nowhere" in str(caught.value)
         assert "secret" not in str(caught.value)
+
+    with_database(body)
+
+
+def test_a_session_for_reading_commits_nothing(with_database):
+    async def body(database: Database):
+        async with database.session() as session:
+            await session.exec(select(Tenant))
+            with pytest.raises(TypeError, match="transaction"):
+                await session.commit()
 
     with_database(body)
 
