@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe.plan import ExpertPlan, Tiled
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import tiles
 
 _MOST_COMPACT = 128  # pairs: each is compared with each
+_BLOCK = 2048  # pairs that a program reads at a time otherwise
 _COLUMNS = tl.constexpr(4)  # of the table of tiles
 _AT_ONCE = tl.constexpr(32)  # tiles that are written
 
@@ -44,7 +45,7 @@ def _write_tiles(p_table, first_tile, end_tile, own, start, count, BLOCK_M: tl.c
         tl.store(p_rows + 2, b_num, mask=m_tiles)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _plan(
     p_ids,
     p_pairs,
@@ -53,7 +54,7 @@ def _plan(
     p_totals,
     p_table,
     p_num_tokens,
-    num_pairs,
+    num_rows,
     num_tiles,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -67,9 +68,9 @@ def _plan(
     number + its first place / BLOCK_M, which leaves room for all of them without knowing any other's."""
     i_expert = tl.program_id(0).to(tl.int64)
     own = i_expert.to(tl.int32)
-    num_real = num_pairs
     if IS_PADDED:
-        num_real = tl.load(p_num_tokens) * TOP_K
+        num_rows = tl.load(p_num_tokens)
+    num_real = num_rows * TOP_K
     o_pairs = tl.arange(0, BLOCK)
     b_below, b_own = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_real, BLOCK):
@@ -115,7 +116,7 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
     numbers = torch.empty((2, num_pairs), dtype=torch.int32, device=device)
     table = torch.empty((most_tiles(num_pairs, num_experts, block_m), 4), dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int64, device=device)
-    block = min(2048, max(16, power_of_2(max(1, num_pairs))))
+    is_compact = num_pairs <= _MOST_COMPACT
     _plan[(num_experts,)](
         topk_ids,
         numbers[0],
@@ -124,13 +125,13 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
         counts if totals is None else totals,
         table,
         topk_ids if num_tokens is None else num_tokens,
-        num_pairs,
+        num_rows,
         len(table),
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         BLOCK_M=block_m,
-        BLOCK=block,
-        IS_COMPACT=num_pairs <= _MOST_COMPACT,
+        BLOCK=_MOST_COMPACT if is_compact else _BLOCK,
+        IS_COMPACT=is_compact,
         HAS_TOTALS=totals is not None,
         IS_PADDED=num_tokens is not None,
         num_warps=4,

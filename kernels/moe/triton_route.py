@@ -29,7 +29,8 @@ def _route(
     o_experts = tl.arange(0, EXPERTS)
     m_experts = o_experts < NUM_EXPERTS
     b_logits = tl.load(p_logits + i_row * stride_logits + o_experts, mask=m_experts, other=0.0).to(tl.float32)
-    b_logits = tl.where(b_logits != b_logits, -LARGEST, tl.minimum(tl.maximum(b_logits, -LARGEST), LARGEST))
+    b_finite = tl.minimum(tl.maximum(b_logits, -LARGEST), LARGEST)
+    b_logits = tl.where(b_logits == b_logits, b_finite, -LARGEST)  # noqa: PLR0124 - NaN
     b_left = tl.where(m_experts, b_logits, -float("inf"))  # below any logit: no lane without an expert is chosen
     highest = tl.max(b_left, 0)
     over = tl.sum(tl.exp(b_left - highest), 0) if SOFTMAX_FIRST else 1.0
