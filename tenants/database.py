@@ -7,13 +7,18 @@ from typing import TypeVar
 from urllib.parse import urlencode
 
 from sqlalchemy import ScalarResult, event
+from sqlalchemy import exc as failures
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlmodel.ext.asyncio.session import AsyncSession
 from sqlmodel.sql.expression import SelectOfScalar
 
+from tenants.patience import patience
+
 _Row = TypeVar("_Row")
 CONNECT_S = 10.0
+PROMPT_S = 5.0  # for what a request waits for; as long as SQLite waits for its lock
+REPORT_S = 60.0  # for sums over much
 DEAD_PEER_S = 20
 _WRITES = "tenora_writes"
 _LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
@@ -133,6 +138,18 @@ class Database:
         """Commits at the end of the block, rolls back when it raises. On SQLite writers come one after another."""
         async with self._writes() as session, session.begin():
             yield session
+
+
+@asynccontextmanager
+async def in_time(deadline_s: float = PROMPT_S) -> AsyncIterator[None]:
+    """Around what somebody waits for: a database that is connected and silent has failed, with SQLAlchemy's
+    TimeoutError, after ``deadline_s`` and what its driver takes to give the connection up (2 s). Nobody else is waited
+    for longer than that either: each connection that was asked is given up, and the next one asks on another."""
+    try:
+        async with patience(deadline_s):
+            yield
+    except TimeoutError:
+        raise failures.TimeoutError("the database is silent") from None
 
 
 async def one_snapshot(session: AsyncSession) -> None:

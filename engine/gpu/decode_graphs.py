@@ -7,7 +7,7 @@ A step fills one pinned array and copies it; what a smaller batch leaves over co
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots
+from engine.models.moe import token_numbers
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
 from kernels.paged_attention import DecodeShape, PrefixGroup, captured_plan, fill_plan, may_capture, plan_numbers
@@ -158,14 +159,16 @@ def graph_kinds(model: ModelConfig, config: EngineConfig) -> tuple[Kind, ...]:
 
 
 def graph_bytes(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
-    """What the graphs take in the driver, and attention's partial results in the largest, whose memory all share."""
+    """What the graphs take in the driver, and in the largest, whose memory all share, attention's partial results and
+    what a layer's experts hand each other."""
+    experts = shapes_of(config).tokens[-1] * token_numbers(model)[0] * torch.float32.itemsize
     kinds, attention = graph_kinds(model, config), model.attention
     if not kinds:
-        return 0
+        return experts
     largest = max((kind.size, kind.has_groups) for kind in kinds)
     shape = decode_shape(model, config, device, largest[0], has_groups=largest[1])
     partials = shape.most_partials * attention.num_kv_heads * (attention.head_dim + 2) * torch.float32.itemsize
-    return len(kinds) * GRAPH_BYTES + partials
+    return len(kinds) * GRAPH_BYTES + partials + experts
 
 
 def decode_shape(
@@ -188,7 +191,7 @@ def resolve(batch: Batch, drawn: Tensor) -> Batch:
     """The batch with ids for all tokens: those of the step ahead are ``drawn`` by now."""
     ids = batch.token_ids
     known = torch.where(ids < 0, drawn.index_select(0, (~ids).clamp(min=0)).to(ids.dtype), ids)
-    return Batch(known, batch.positions, batch.slot_mapping, batch.attention, batch.lora, batch.logits_rows)
+    return replace(batch, token_ids=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +209,15 @@ class Layout:
     def __init__(self, shape: DecodeShape) -> None:
         self.shape = shape
         size = shape.num_sequences
-        self.places = spans([size, size, size, plan_numbers(shape), segment_numbers(size)])
+        self.places = spans([size, size, size, 1, plan_numbers(shape), segment_numbers(size)])
         self.length = self.places[-1].stop
 
     def fill(self, out: Many[NDArray[np.int32]], step: Step, empty_slot: int, *, with_lora: bool) -> None:
         """The step into ``out``, the arrays of ``places``; rows past its decodes are at position 0, nowhere in the
         cache, without a context."""
-        tokens, positions, mapping, attention, segments = out
+        tokens, positions, mapping, count, attention, segments = out
         chunks, block_size = step.chunks, self.shape.block_size
-        num = len(chunks)
+        count[0] = num = len(chunks)
         tokens[:num] = [_token(chunk, step.ahead) for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         positions[:num] = starts
@@ -227,10 +230,10 @@ class Layout:
 
     def batch(self, memory: Tensor, tables: Tensor, empty_slot: int, rank: int) -> Batch:
         """A step over ``memory``, whatever stands there."""
-        tokens, positions, mapping, attention, segments = (memory[place] for place in self.places)
+        tokens, positions, mapping, count, attention, segments = (memory[place] for place in self.places)
         size = self.shape.num_sequences
         lora = CapturedSgmv(segments, size, empty_slot) if rank else None
-        return Batch(tokens, positions, mapping, captured_plan(attention, tables, self.shape), lora, tokens)
+        return Batch(tokens, positions, mapping, captured_plan(attention, tables, self.shape), lora, tokens, count)
 
 
 def _token(chunk: Chunk, ahead: Rows) -> int:

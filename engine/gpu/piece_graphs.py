@@ -77,7 +77,8 @@ class PieceGraphs:
         num_tokens = len(flat.token_ids)
         size = self.size(num_tokens)
         rank = self._rank(flat)
-        tokens, positions, mapping, segments = self._numbers.begin(_places(size))
+        tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
+        count[0] = num_tokens
         for place, numbers, rest in (
             (tokens, flat.token_ids, 0),
             (positions, flat.positions, 0),
@@ -107,17 +108,16 @@ class PieceGraphs:
 
     def _empty_step(self, size: int, rank: int) -> "_Work":
         """A step of tokens of nobody, over the memory of all steps of its size."""
-        tokens, positions, mapping, segments = self._numbers.begin(_places(size))
-        tokens[:], positions[:], mapping[:] = 0, 0, -1
+        tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
+        tokens[:], positions[:], mapping[:], count[:] = 0, 0, -1, 0
         fill_segments(segments, [], size, self._slots.num_slots)
         self._numbers.send()
-        ids, places, slots, segments = (self._numbers.memory[place] for place in _places(size))
+        ids, places, slots, count, segments = (self._numbers.memory[place] for place in _places(size))
         lora = CapturedSgmv(segments, size, self._slots.num_slots) if rank else None
         nothing = plan_attention(ids[None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
-        batch = Batch(ids, places, slots, replace(nothing), lora, ids)
-        return _Work(
-            self._model, self._kv, self._drawn, self._buffers.first(size), batch, LoraStep(self._slots, lora, rank)
-        )
+        batch = Batch(ids, places, slots, replace(nothing), lora, ids, count)
+        step = LoraStep(self._slots, lora, rank, count)
+        return _Work(self._model, self._kv, self._drawn, self._buffers.first(size), batch, step)
 
     def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
         work = self._empty_step(size, rank)
@@ -157,5 +157,5 @@ class _Work:
 
 
 def _places(size: int) -> Many[slice]:
-    """Of token ids, positions, places in the cache, rows by slot."""
-    return spans([size, size, size, segment_numbers(size)])
+    """Of token ids, positions, places in the cache, how many there are, rows by slot."""
+    return spans([size, size, size, 1, segment_numbers(size)])

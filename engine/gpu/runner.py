@@ -68,6 +68,7 @@ class CudaRunner(Runner):
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
         self._shapes = shapes = shapes_of(config)
         assert not shapes.is_fixed or config.max_step_tokens <= shapes.tokens[-1], (config, shapes)
+        model.keep_choices(max((config.max_step_tokens, *shapes.decodes, *shapes.tokens)))
         most = max((config.max_sequences, *shapes.decodes))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws

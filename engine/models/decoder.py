@@ -161,7 +161,14 @@ class Decoder:
         """As ``engine.models.moe.expert_uses``, of the last step's tokens."""
         moe = self.config.moe
         assert moe is not None, self.config.family
-        return expert_uses([mlp.chosen for mlp in self._expert_mlps()], owners, num_owners, moe.num_experts)
+        chosen = [mlp.chosen[: len(owners)] for mlp in self._expert_mlps()]
+        return expert_uses(chosen, owners, num_owners, moe.num_experts)
+
+    def keep_choices(self, most_tokens: int) -> None:
+        """From now on the experts of a step's tokens stand where they stood in the step before, so that a captured
+        step's are found too. No step has more than ``most_tokens`` rows."""
+        for mlp in self._expert_mlps():
+            mlp.keep_choices(most_tokens)
 
     def _expert_mlps(self) -> list[MoeMlp]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
@@ -169,7 +176,7 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0) -> Tensor:
         """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``:
         see LoraStep."""
-        step = LoraStep(lora, batch.lora, most_ranks)
+        step = LoraStep(lora, batch.lora, most_ranks, batch.num_tokens)
         residual = F.embedding(batch.token_ids, self.embedding)
         x = None
         for layer in self.layers:

@@ -4,13 +4,14 @@ import asyncio
 import socket
 
 import pytest
+from sqlalchemy import exc as failures
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlmodel import select
 
-from tenants.database import DEAD_PEER_S, Database
+from tenants.database import DEAD_PEER_S, Database, in_time
 from tenants.tables import Tenant
-from tests.stores import PostgresServer
+from tests.stores import PostgresServer, postgres_server
 
 
 def asked(url: str, question: str) -> str:
@@ -88,3 +89,25 @@ def test_a_private_socket_is_left_as_it_is(postgres: PostgresServer):
     url = f"postgresql://postgres@/postgres?host={postgres.folder}&port={postgres.port}"
 
     assert asked(url, "SELECT 1") == "1"
+
+
+def test_a_database_that_is_connected_and_silent_fails_in_time_for_all_who_ask_and_serves_them_again_afterwards():
+    async def ask(database: Database) -> int:
+        async with in_time(0.2), database.session() as session:
+            return len((await session.exec(select(1))).all())
+
+    async def main(server: PostgresServer) -> None:
+        database = Database(server.url("postgres"))
+        await database.start()
+        try:
+            with server.frozen():
+                async with asyncio.timeout(30):
+                    answers = await asyncio.gather(*(ask(database) for _ in range(40)), return_exceptions=True)
+            assert {type(answer) for answer in answers} == {failures.TimeoutError}
+            async with database.session() as session:
+                assert (await session.exec(select(1))).one() == 1
+        finally:
+            await database.close()
+
+    with postgres_server() as server:
+        asyncio.run(main(server))
