@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.gpu.rehearsal import rehearse
 from engine.gpu.shapes import in_one_shape
 from engine.models.attention import KVCache
-from engine.models.config import AttentionConfig, module_sizes
+from engine.models.config import AttentionConfig, ModelConfig, module_sizes
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots
 from engine.weights.adapter import AdapterWeights, LoraPair
@@ -27,6 +27,7 @@ from kernels.sgmv import plan_sgmv
 from kernels.upload import ALIGNED
 from tests.hopper import Hopper
 from tests.tiny import tiny_config, tiny_weights
+from tests.tiny_moe import MOE, moe_weights
 
 CONTEXT = 4096
 SIZES = EngineConfig(
@@ -38,6 +39,7 @@ SIZES = EngineConfig(
     adapter_slots=4,
     max_lora_rank=64,
 )
+DENSE = replace(tiny_config(), attention=AttentionConfig(8, 1, 8))  # heads enough for every size of program
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +51,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stage:
     """A tiny model of bf16 and its pools, on a CPU."""
 
-    def __init__(self, sizes: EngineConfig = SIZES) -> None:
-        model = replace(tiny_config(), attention=AttentionConfig(8, 1, 8))  # heads enough for every size of program
-        weights = tiny_weights(dtype=torch.bfloat16, config=model)
-        self.sizes, self.model = sizes, Decoder(model, weights)
+    def __init__(self, sizes: EngineConfig = SIZES, model: ModelConfig = DENSE) -> None:
+        weights = moe_weights(model) if model.moe else tiny_weights(config=model)
+        self.sizes = sizes
+        self.model = Decoder(model, {name: weight.bfloat16() for name, weight in weights.items()})
+        self.model.keep_choices(sizes.max_step_tokens)
         self.kv = KVCache(model, sizes.num_blocks, sizes.block_size, self.model.embedding)
         self.slots = LoraSlots(model, sizes.adapter_slots, sizes.max_lora_rank, self.model.embedding, is_static=True)
 
@@ -107,8 +110,8 @@ class Stage:
 
 
 @lru_cache
-def rehearsed(sizes: EngineConfig = SIZES) -> set[Job]:
-    stage = Stage(sizes)
+def rehearsed(sizes: EngineConfig = SIZES, model: ModelConfig = DENSE) -> set[Job]:
+    stage = Stage(sizes, model)
     with stage.noted() as jobs:
         rehearse(stage.model, stage.kv, stage.slots, sizes)
     assert not any(part.any() for parts in (stage.kv.keys, stage.kv.values) for part in parts)
@@ -160,6 +163,15 @@ def test_steps_too_large_for_a_graph_were_rehearsed_whatever_their_adapters(lora
             slots = [slot] * 3 + [others] * (num_tokens - 3)
 
             assert stage.forward(num_tokens, slots) <= rehearsed(stage.sizes), (num_tokens, slot, others)
+
+
+def test_large_steps_of_a_model_with_experts_were_rehearsed():
+    stage = Stage(model=MOE["qwen2_moe"])
+    stage.load(1, 8, ["q_proj"])
+
+    for num_tokens in (1025, 1536, 2048, 2999):
+        for slot in (-1, 1):
+            assert stage.forward(num_tokens, [slot] * num_tokens) <= rehearsed(model=MOE["qwen2_moe"])
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 48])
