@@ -75,14 +75,21 @@ class DecodeGraphs:
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
     def rehearse(self) -> None:
-        """Launches everything once."""
-        for kind in self._kinds:
+        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+        for kind in self._largest_first():
             self._empty_step(kind)()
+            self._numbers.wait()
 
     def warm(self) -> None:
-        """Captures everything, the largest first, which share their memory with the smaller ones."""
-        for kind in sorted(self._kinds, reverse=True):
+        """Launches everything, and then captures it: a capture gives what launches before it have left in the
+        allocator's cache back to the driver, and those behind it would take it anew."""
+        self.rehearse()
+        for kind in self._largest_first():
             self._graphs[kind] = self._capture(kind)
+
+    def _largest_first(self) -> list[Kind]:
+        """Whose memory the smaller ones share."""
+        return sorted(self._kinds, reverse=True)
 
     def fits(self, plan: StepPlan) -> bool:
         """All of its chunks are decodes that draw, and a size holds them."""
@@ -125,8 +132,6 @@ class DecodeGraphs:
 
     def _capture(self, kind: Kind) -> Captured:
         compute = self._empty_step(kind)
-        compute()  # kernels are loaded, and tables of tiles and of addresses made
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = compute()
@@ -258,6 +263,11 @@ class Numbers:
         self._length = places[-1].stop
         host = self._hosts[-1].numpy()
         return [host[place] for place in places]
+
+    def wait(self) -> None:
+        """Until the device has read all that was sent: for who sends more steps than there are arrays at once."""
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
 
     def send(self) -> None:
         self.memory[: self._length].copy_(self._hosts[-1][: self._length], non_blocking=True)

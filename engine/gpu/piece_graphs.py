@@ -56,18 +56,21 @@ class PieceGraphs:
         self._buffers = Buffers(*(model.embedding.new_zeros(shape) for shape in shapes))
 
     def rehearse(self) -> None:
-        """Launches everything once."""
-        for size in self._shapes.tokens:
-            for rank in self._shapes.ranks:
-                work = self._empty_step(size, rank)
-                for number in range(len(self._model.layers) + 1):
-                    work.piece(number)
+        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+        for size, rank in self._largest_first():
+            work = self._empty_step(size, rank)
+            for number in range(len(self._model.layers) + 1):
+                work.piece(number)
+            self._numbers.wait()
 
     def warm(self) -> None:
-        """Captures everything, the largest first."""
-        for size in reversed(self._shapes.tokens):
-            for rank in self._shapes.ranks:
-                self._pieces[size, rank] = self._capture(size, rank)
+        """Launches everything, and then captures it: see ``DecodeGraphs.warm``."""
+        self.rehearse()
+        for size, rank in self._largest_first():
+            self._pieces[size, rank] = self._capture(size, rank)
+
+    def _largest_first(self) -> list[tuple[int, int]]:
+        return [(size, rank) for size in reversed(self._shapes.tokens) for rank in self._shapes.ranks]
 
     def fits(self, num_tokens: int) -> bool:
         return num_tokens <= self._shapes.tokens[-1]
@@ -123,7 +126,6 @@ class PieceGraphs:
         work = self._empty_step(size, rank)
         pieces = []
         for number in range(len(self._model.layers) + 1):
-            work.piece(number)  # kernels are loaded, and tables of tiles and of addresses made
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work.piece(number)
