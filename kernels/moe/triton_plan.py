@@ -113,14 +113,14 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
     device, (num_rows, top_k) = topk_ids.device, topk_ids.shape
     num_pairs = num_rows * top_k
     block_m = tiles("moe_plan", device, pairs=-(-num_pairs // num_experts))["block_m"]
-    numbers = torch.empty((2, num_pairs), dtype=torch.int32, device=device)
+    pairs, places = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
     table = torch.empty((most_tiles(num_pairs, num_experts, block_m), 4), dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int64, device=device)
     is_compact = num_pairs <= _MOST_COMPACT
     _plan[(num_experts,)](
         topk_ids,
-        numbers[0],
-        numbers[1],
+        pairs,
+        places,
         counts,
         counts if totals is None else totals,
         table,
@@ -136,4 +136,4 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
         IS_PADDED=num_tokens is not None,
         num_warps=4,
     )
-    return ExpertPlan(numbers[0], counts, top_k, Tiled(numbers[1], table, block_m, num_tokens))
+    return ExpertPlan(pairs, counts, top_k, Tiled(places, table, block_m, num_tokens))
