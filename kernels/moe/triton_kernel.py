@@ -24,7 +24,7 @@ def _place(num_tiles, num_columns, GROUP: tl.constexpr):
     i_first = i_program // per_group * GROUP
     i_own = i_program % per_group
     size = tl.minimum(num_tiles - i_first, GROUP)
-    return (i_first + i_own % size).to(tl.int64), (i_own // size).to(tl.int64)
+    return i_first + i_own % size, i_own // size
 
 
 @triton.jit

@@ -70,7 +70,8 @@ def check_experts_of_replayed_steps_are_those_of_launched_ones(name: str = "tiny
     runners = [checks.make_runner(name, 6, has_graphs=has_graphs)[0] for has_graphs in (True, False)]
     assert not any(sum(map(sum, runner._model.expert_tokens())) for runner in runners), "captures were counted"
     lengths = [34 + 4 * number for number in range(checks.NUM_ROWS)]  # 384 in all, a size of the graphs
-    both, num_tokens = [checks.Rows(config, lengths, logprobs=3) for _ in runners], 0
+    both = [checks.Rows(config, lengths, logprobs=3) for _ in runners]
+    num_tokens = sum(lengths) + (NUM_STEPS - 1) * checks.NUM_ROWS
     for rows in both:
         rows.use([-1, 0, 1, 2, 3, 4, 5, -1])
     for step in range(NUM_STEPS):
@@ -83,7 +84,6 @@ def check_experts_of_replayed_steps_are_those_of_launched_ones(name: str = "tiny
             found.append((results, parts.tolist()))
             rows.take(plan, results)
         assert found[0] == found[1], f"step {step}"
-        num_tokens += plan.num_tokens
     counts = [runner._model.expert_tokens() for runner in runners]
     assert counts[0] == counts[1]
     assert [sum(layer) for layer in counts[0]] == [num_tokens * config.moe.top_k] * len(config.moe.layers)
