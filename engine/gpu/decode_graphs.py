@@ -5,6 +5,7 @@ step ahead that draws one), positions, places in the cache, block tables, attent
 A step fills one pinned array and copies it; what a smaller batch leaves over computes nothing that anybody reads.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,6 +74,11 @@ class DecodeGraphs:
         }
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
+    def rehearse(self) -> None:
+        """Launches everything once."""
+        for kind in self._kinds:
+            self._empty_step(kind)()
+
     def warm(self) -> None:
         """Captures everything, the largest first, which share their memory with the smaller ones."""
         for kind in sorted(self._kinds, reverse=True):
@@ -108,14 +114,18 @@ class DecodeGraphs:
         size = self.size(len(plan.chunks))
         return Kind(size, next(rank for rank in self._ranks[size, has_groups] if rank >= most), has_groups)
 
-    def _capture(self, kind: Kind) -> Captured:
+    def _empty_step(self, kind: Kind) -> Callable[[], Tensor]:
+        """A step without a decode, over the memory of all steps of its kind → its logits."""
         layout = self._layouts[kind.size, kind.has_groups]
         layout.fill(self._numbers.begin(layout.places), Step((), {}), self._slots.num_slots, with_lora=True)
         self._numbers.send()
         tables = self._tables.tables[: kind.size]
         batch = layout.batch(self._numbers.memory, tables, self._slots.num_slots, kind.rank)
-        compute = partial(self._compute, batch, kind.rank)
-        compute()  # kernels are compiled, and tables of tiles and of addresses made
+        return partial(self._compute, batch, kind.rank)
+
+    def _capture(self, kind: Kind) -> Captured:
+        compute = self._empty_step(kind)
+        compute()  # kernels are loaded, and tables of tiles and of addresses made
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, final norm, head. Families differ by the parts in one table, never by an ``if``."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -134,6 +135,12 @@ class Decoder:
         self._num_head_calls = 0
         self.num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name != "model.embed_tokens.weight")
         self.num_bytes += self.embedding.nbytes if config.tie_word_embeddings else 0
+
+    def with_one_layer_of_each_kind(self) -> "Decoder":
+        """Launches all that this one launches, in fewer layers: for rehearsals. The weights are the same."""
+        thin = copy(self)
+        thin.layers = list({type(layer.mlp): layer for layer in self.layers}.values())
+        return thin
 
     @property
     def is_quantised(self) -> bool:

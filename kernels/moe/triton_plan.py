@@ -113,7 +113,7 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
     device, (num_rows, top_k) = topk_ids.device, topk_ids.shape
     num_pairs = num_rows * top_k
     block_m = tiles("moe_plan", device, pairs=-(-num_pairs // num_experts))["block_m"]
-    pairs, places = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
+    pairs, places = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))  # aligned, both
     table = torch.empty((most_tiles(num_pairs, num_experts, block_m), 4), dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int64, device=device)
     is_compact = num_pairs <= _MOST_COMPACT

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton import knobs
 
 from engine.config import EngineConfig
 from engine.gpu.runner import CudaRunner
@@ -26,9 +27,11 @@ from engine.sequence import Request
 from engine.sequence import Sequence as Choice
 from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit
+from kernels.ahead import Job, rehearsal
 from ops.bench import gpu_engine_bits
 from ops.bench.agreement import agreement, mean_differences, stacked
 from ops.bench.gpu.changes import other_rows
+from ops.bench.loaded_engine import Bench
 from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
 NUM_ROWS = 8
@@ -293,6 +296,27 @@ def check_what_is_added_on_its_way_keeps_what_rows_and_adapters_are_promised() -
         check_a_base_row_has_the_same_bits_beside_adapters(name)
     check_replay_equals_launching_with_changing_adapters("tiny_qwen")
     return check_logits_are_those_of_the_reference("tiny_qwen")
+
+
+def check_no_step_launches_what_was_not_rehearsed() -> dict[str, float]:
+    """Prompts of all sizes, some too large for a graph, and decodes of all kinds between them."""
+    bench = Bench("tiny", torch.device("cuda"), 8, small=True, max_step_tokens=4096, context_tokens=8192)
+    assert isinstance(bench.runner, CudaRunner)
+    rehearsed: set[Job] = set()
+    launched: set[Job] = set()
+    with rehearsal(rehearsed.add):
+        bench.runner.rehearse()
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **noted: launched.add(
+        (fn.module, fn.name, noted["compile"]["specialization_data"])
+    )
+    draw = random.Random(1)
+    for number in range(60):
+        sampling = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1} if number % 3 else {"logprobs": 3}
+        bench.add(draw.choice((draw.randrange(1, 20), draw.randrange(20, 4000))), 30, f"a{number % 8}", **sampling)
+    bench.drain()
+    knobs.runtime.jit_post_compile_hook = None
+    assert launched <= rehearsed, launched - rehearsed
+    return {"rehearsed": len(rehearsed), "launched": len(launched)}
 
 
 def all_checks() -> dict[str, Callable[[], object]]:
