@@ -1,4 +1,4 @@
-# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """A program multiplies the rows of a tile, which all go to one expert, with BLOCK_N rows of that expert's weight.
 
 Programs are numbered so that those of an expert's tiles stand together and share its weight in the L2: GROUP tiles of
