@@ -1,4 +1,4 @@
-# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """A program multiplies the rows of a tile, which all go to one expert, with BLOCK_N rows of that expert's weight.
 
 Programs are numbered so that those of an expert's tiles stand together and share its weight in the L2: GROUP tiles of
@@ -24,7 +24,7 @@ def _place(num_tiles, num_columns, GROUP: tl.constexpr):
     i_first = i_program // per_group * GROUP
     i_own = i_program % per_group
     size = tl.minimum(num_tiles - i_first, GROUP)
-    return (i_first + i_own % size).to(tl.int64), (i_own // size).to(tl.int64)
+    return i_first + i_own % size, i_own // size
 
 
 @triton.jit

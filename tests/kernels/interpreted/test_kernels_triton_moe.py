@@ -319,7 +319,7 @@ FAULTS = {
         "m_rows = o_rows < num_own - 1\n    i_tokens",
     ),
     "columns left out": ("i_column * BLOCK_N + tl.arange(0, BLOCK_N)\n    m_out", "tl.arange(0, BLOCK_N)\n    m_out"),
-    "tiles left out": ("(i_first + i_own % size)", "(i_first + i_own % size // 2 * 2)"),
+    "tiles left out": ("i_first + i_own % size,", "i_first + i_own % size // 2 * 2,"),
     "no mask of the terms": (
         "o_in < SIZE_IN if SIZE_IN % BLOCK_K else",
         "tl.full((BLOCK_K,), True, tl.int1) if True else",
