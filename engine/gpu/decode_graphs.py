@@ -5,6 +5,7 @@ step ahead that draws one), positions, places in the cache, block tables, attent
 A step fills one pinned array and copies it; what a smaller batch leaves over computes nothing that anybody reads.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,10 +74,22 @@ class DecodeGraphs:
         }
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
+    def rehearse(self) -> None:
+        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+        for kind in self._largest_first():
+            self._empty_step(kind)()
+            self._numbers.wait()
+
     def warm(self) -> None:
-        """Captures everything, the largest first, which share their memory with the smaller ones."""
-        for kind in sorted(self._kinds, reverse=True):
+        """Launches everything, and then captures it: a capture gives what launches before it have left in the
+        allocator's cache back to the driver, and those behind it would take it anew."""
+        self.rehearse()
+        for kind in self._largest_first():
             self._graphs[kind] = self._capture(kind)
+
+    def _largest_first(self) -> list[Kind]:
+        """Whose memory the smaller ones share."""
+        return sorted(self._kinds, reverse=True)
 
     def fits(self, plan: StepPlan) -> bool:
         """All of its chunks are decodes that draw, and a size holds them."""
@@ -108,15 +121,17 @@ class DecodeGraphs:
         size = self.size(len(plan.chunks))
         return Kind(size, next(rank for rank in self._ranks[size, has_groups] if rank >= most), has_groups)
 
-    def _capture(self, kind: Kind) -> Captured:
+    def _empty_step(self, kind: Kind) -> Callable[[], Tensor]:
+        """A step without a decode, over the memory of all steps of its kind → its logits."""
         layout = self._layouts[kind.size, kind.has_groups]
         layout.fill(self._numbers.begin(layout.places), Step((), {}), self._slots.num_slots, with_lora=True)
         self._numbers.send()
         tables = self._tables.tables[: kind.size]
         batch = layout.batch(self._numbers.memory, tables, self._slots.num_slots, kind.rank)
-        compute = partial(self._compute, batch, kind.rank)
-        compute()  # kernels are compiled, and tables of tiles and of addresses made
-        torch.cuda.synchronize()
+        return partial(self._compute, batch, kind.rank)
+
+    def _capture(self, kind: Kind) -> Captured:
+        compute = self._empty_step(kind)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = compute()
@@ -248,6 +263,11 @@ class Numbers:
         self._length = places[-1].stop
         host = self._hosts[-1].numpy()
         return [host[place] for place in places]
+
+    def wait(self) -> None:
+        """Until the device has read all that was sent: for who sends more steps than there are arrays at once."""
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
 
     def send(self) -> None:
         self.memory[: self._length].copy_(self._hosts[-1][: self._length], non_blocking=True)

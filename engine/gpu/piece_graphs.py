@@ -55,11 +55,22 @@ class PieceGraphs:
         shapes = ((most, model.config.hidden_size), heads, heads, (most, model.config.hidden_size))
         self._buffers = Buffers(*(model.embedding.new_zeros(shape) for shape in shapes))
 
+    def rehearse(self) -> None:
+        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+        for size, rank in self._largest_first():
+            work = self._empty_step(size, rank)
+            for number in range(len(self._model.layers) + 1):
+                work.piece(number)
+            self._numbers.wait()
+
     def warm(self) -> None:
-        """Captures everything, the largest first."""
-        for size in reversed(self._shapes.tokens):
-            for rank in self._shapes.ranks:
-                self._pieces[size, rank] = self._capture(size, rank)
+        """Launches everything, and then captures it: see ``DecodeGraphs.warm``."""
+        self.rehearse()
+        for size, rank in self._largest_first():
+            self._pieces[size, rank] = self._capture(size, rank)
+
+    def _largest_first(self) -> list[tuple[int, int]]:
+        return [(size, rank) for size in reversed(self._shapes.tokens) for rank in self._shapes.ranks]
 
     def fits(self, num_tokens: int) -> bool:
         return num_tokens <= self._shapes.tokens[-1]
@@ -98,7 +109,8 @@ class PieceGraphs:
         most = max((self._slots.lora_rank(slot) for slot in np.unique(flat.slots).tolist() if slot >= 0), default=0)
         return next(rank for rank in self._shapes.ranks if rank >= most)
 
-    def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
+    def _empty_step(self, size: int, rank: int) -> "_Work":
+        """A step of tokens of nobody, over the memory of all steps of its size."""
         tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
         tokens[:], positions[:], mapping[:], count[:] = 0, 0, -1, 0
         fill_segments(segments, [], size, self._slots.num_slots)
@@ -108,10 +120,12 @@ class PieceGraphs:
         nothing = plan_attention(ids[None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
         batch = Batch(ids, places, slots, replace(nothing), lora, ids, count)
         step = LoraStep(self._slots, lora, rank, count)
-        work = _Work(self._model, self._kv, self._drawn, self._buffers.first(size), batch, step)
+        return _Work(self._model, self._kv, self._drawn, self._buffers.first(size), batch, step)
+
+    def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
+        work = self._empty_step(size, rank)
         pieces = []
         for number in range(len(self._model.layers) + 1):
-            work.piece(number)  # kernels are compiled, and tables of tiles and of addresses made
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work.piece(number)

@@ -43,6 +43,7 @@ from kernels.sampling import SamplingRows
 from kernels.sampling import triton_kernel as sampling_kernel
 from kernels.sgmv import LoraSlice, PartialLow, plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
+from kernels.sgmv.captured import CapturedSgmv, segment_numbers
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.silu_mul import triton_low as silu_low_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
@@ -193,6 +194,7 @@ def shrunk(
     dtype: torch.dtype = torch.bfloat16,
     *,
     num_slots: int = 1,
+    is_captured: bool = False,
 ) -> PartialLow:
     slices, start = [], 0
     for size_out in sizes_out:
@@ -200,6 +202,9 @@ def shrunk(
         slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
         start += size_out
     x = torch.zeros(num_rows, size_in, dtype=dtype)
+    if is_captured:
+        memory = torch.zeros(segment_numbers(num_rows), dtype=torch.int32)
+        return sgmv_kernel.shrink(x, slices, CapturedSgmv(memory, num_rows, 0))
     return sgmv_kernel.shrink(x, slices, plan_sgmv([row % num_slots for row in range(num_rows)], x.device))
 
 
@@ -211,8 +216,9 @@ def lora(
     dtype: torch.dtype = torch.bfloat16,
     *,
     num_slots: int = 1,
+    is_captured: bool = False,
 ) -> None:
-    part = shrunk(num_rows, size_in, sizes_out, rank, dtype, num_slots=num_slots)
+    part = shrunk(num_rows, size_in, sizes_out, rank, dtype, num_slots=num_slots, is_captured=is_captured)
     y = torch.zeros(num_rows, sum(sizes_out), dtype=dtype)
     sgmv_kernel.expand(y, part)
     if sizes_out == GATE_UP:
@@ -300,6 +306,11 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for num_rows in (4, 64, 512, 2048):
         for rank in (16, 32, 64, 128):
             yield f"lora T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r)
+    for rank in (16, 64, 256):
+        yield (
+            f"captured lora T=1024 r={rank}",
+            lambda r=rank: lora(1024, 4096, (4096, 1024, 1024), r, is_captured=True),
+        )
     for num_rows in (64, 512, 2048):
         yield f"fp32, lora T={num_rows} r=128", lambda n=num_rows: lora(n, 4096, (4096,), 128, torch.float32)
     for num_rows in (4, 64, 256):
