@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.wire import OUTCOME_LOST
 from gateway.call import Call
-from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
+from gateway.flight import CALLER_LEFT, Flight
 from gateway.phases import Phases
 from gateway.top_tenants import TopTenants
 from gateway.tracing.request_trace import refused_trace, request_trace
