@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from engine.wire import OUTCOME_LOST
 from gateway.call import Call
 from gateway.errors import ApiError
 from gateway.flight import CALLER_LEFT, Flight
 from gateway.phases import Phases
+from gateway.tallies import Counts, Distributions
 from gateway.top_tenants import TopTenants
 from gateway.tracing.request_trace import refused_trace, request_trace
 from gateway.tracing.sink import SpanSink
@@ -28,21 +28,6 @@ _ROUTE = ("model", "class", "route")
 FALLBACKS = (("limiter", "store_unavailable"), ("replica", "engine_lost"), ("replica", "refused"))
 _USD = 1e-12  # of a picousd
 _TOTAL = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-
-
-_Metric = TypeVar("_Metric", Counter, Histogram)
-
-
-class ByLabels(dict[tuple[str, ...], _Metric]):
-    """A metric's children by their labels: the library would look for one under a lock, each time."""
-
-    def __init__(self, metric: _Metric) -> None:
-        super().__init__()
-        self._metric = metric
-
-    def __missing__(self, labels: tuple[str, ...]) -> _Metric:
-        child = self[labels] = self._metric.labels(*labels)
-        return child
 
 
 class Metrics:
@@ -90,11 +75,12 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def _counters(self, name: str, text: str, *labels: str) -> "ByLabels[Counter]":
-        return ByLabels(self._counter(name, text, *labels))
+    def _counters(self, name: str, text: str, *labels: str) -> Counts:
+        """What requests count, on the loop's thread."""
+        return Counts(name, text, labels, self.registry)
 
-    def _histograms(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> "ByLabels[Histogram]":
-        return ByLabels(Histogram(name, text, labels, buckets=buckets, registry=self.registry))
+    def _histograms(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Distributions:
+        return Distributions(name, text, labels, bounds, self.registry)
 
 
 @dataclass(slots=True)
