@@ -100,10 +100,10 @@ class Distributions(_ByLabels[Distribution]):
             family.add_metric(labels, self._buckets(seen), seen.sum)
         yield family
 
-    def _buckets(self, seen: Distribution) -> list[tuple[str, float, Exemplar | None]]:
+    def _buckets(self, seen: Distribution) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
         below = 0
-        told = list[tuple[str, float, Exemplar | None]]()
+        told = list[tuple[str, float] | tuple[str, float, Exemplar]]()
         for le, count, exemplar in zip(self._le, seen.counts, seen.exemplars, strict=True):
             below += count
-            told.append((le, float(below), exemplar))
+            told.append((le, float(below)) if exemplar is None else (le, float(below), exemplar))
         return told
