@@ -26,7 +26,8 @@ class Batch:
 
     A token id below 0 is one that the step ahead draws: ~row of its tokens. ``attention`` holds block tables, query
     starts and context lengths; ``lora`` the slot of each token as tiles, None when no token has one; ``logits_rows``
-    the last row of each chunk that samples.
+    the last row of each chunk that samples. ``num_tokens`` [1] int32 on the device: in a captured step, how many of the
+    T are tokens, the rest fills it up; None: all.
     """
 
     token_ids: Tensor
@@ -35,6 +36,7 @@ class Batch:
     attention: AttentionPlan
     lora: SgmvPlan | None
     logits_rows: Tensor
+    num_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)

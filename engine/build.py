@@ -2,8 +2,10 @@
 
 import logging
 import os
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +22,12 @@ from engine.phases import Phases
 from engine.runner import Runner
 from engine.weights import load_model
 
+if TYPE_CHECKING:
+    from kernels.ahead import Compilers
+
 logger = logging.getLogger("engine.build")
 
+MOST_COMPILERS = 8
 CPU_KV_BYTES = 1 << 30
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,6 +74,7 @@ def build(options: Options, phases: Phases | None = None) -> Built:
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     if device.type == "cpu":
         keep_freed_memory()
+    compilers = begin_compilers(device)
     phases.ended("device")
     loaded = load_model(options.source, dtype, device, keep_quantised=device.type == "cuda")
     phases.ended("weights")
@@ -75,23 +82,37 @@ def build(options: Options, phases: Phases | None = None) -> Built:
     loaded.weights.clear()  # what the decoder fused is there twice
     config = resolve_sizes(options, model, dtype, device)
     phases.ended("model")
-    engine = Engine(config, make_runner(model, config, phases))
+    engine = Engine(config, make_runner(model, config, phases, compilers))
     card = _card(options, config, loaded.config, loaded.revision, dtype, device)
     phases.ended("digest")
     return Built(engine, card, loaded.tokenizer)
 
 
-def make_runner(model: Decoder, config: EngineConfig, phases: Phases) -> Runner:
+def begin_compilers(device: torch.device) -> "Compilers | None":
+    """Of a GPU's kernels; they get ready while the weights are read."""
+    if device.type == "cpu":
+        return None
+    from kernels.ahead import Compilers, target_here
+
+    return Compilers(min(MOST_COMPILERS, max(1, (os.cpu_count() or 2) // 2)), target_here())
+
+
+def make_runner(model: Decoder, config: EngineConfig, phases: Phases, compilers: "Compilers | None") -> Runner:
     """The runner of the model's device, ready for its first step."""
-    if model.embedding.device.type == "cpu":
+    if compilers is None:
         runner = Runner(model, config, copy_bytes_s())
         phases.ended("pools")
         return runner
     from engine.gpu.runner import CudaRunner
+    from kernels.ahead import warn_of_compiling
 
     runner = CudaRunner(model, config)
     phases.ended("pools")
+    with closing(compilers):
+        compilers.rehearse(runner.rehearse)
+    phases.ended("kernels")
     runner.warm()
+    warn_of_compiling()
     phases.ended("graphs")
     return runner
 

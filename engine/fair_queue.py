@@ -7,7 +7,6 @@ idle time is no credit. Charges are never given back.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Callable
 
 from engine.sequence import CLASS_RANK, Sequence
@@ -30,6 +29,10 @@ class Account:
         self.num_work = 0
         self.waiting = False
         self.queued: set[str] = set()  # heaps that hold an entry of this account
+
+    def charge(self, num_tokens: int) -> None:
+        """It is served so many. Whole numbers: less than 1/SCALE of a token is lost at a time."""
+        self.counter += num_tokens * SCALE // self.weight
 
 
 class _LazyHeap:
@@ -84,7 +87,6 @@ class Turns:
         self._num_work = 0
         self._num_made = 0
         self._floor = 0  # newcomers start here; never falls
-        self._highest = 0
         self._last_left: Account | None = None  # whose waiting ended last
 
     def __len__(self) -> int:
@@ -119,7 +121,6 @@ class Turns:
         if arrived:
             self._floor = max(self._floor, self._level(account))
             account.counter = max(account.counter, self._floor)
-            self._highest = max(self._highest, account.counter)
             self._forget_idle()
         account.waiting = True
         self._waiting.push(account)
@@ -134,16 +135,11 @@ class Turns:
             self._waiting.pop()
         return account
 
-    def charge(self, account: Account, num_tokens: int) -> None:
-        account.counter += num_tokens * SCALE // account.weight
-        self._highest = max(self._highest, account.counter)
-
     def check_invariants(self) -> None:
         assert self._num_work == sum(account.num_work for account in self._accounts.values())
         for account in self._accounts.values():
             assert account.num_work > 0 or account.counter > self._floor or "idle" in account.queued
             assert not account.waiting or ("waiting" in account.queued and account.num_work > 0)
-            assert account.counter <= self._highest
         bound = 2 * len(self._accounts) + 16
         assert max(len(self._waiting), len(self._working)) <= bound + self._num_work, "forgotten accounts pile up"
         assert sum(account.num_work == 0 for account in self._accounts.values()) <= MAX_IDLE
@@ -185,8 +181,8 @@ class Turns:
             self._waiting.prune(lambda account: account.waiting)
 
     def _start_anew(self) -> None:
-        """Nobody has work: nobody is owed anything."""
-        self._floor = self._highest
+        """Nobody has work: nobody is owed anything. Newcomers start where the most served of all stands."""
+        self._floor = max(self._floor, *(account.counter for account in self._accounts.values()))
         self._accounts.clear()
         self._waiting, self._working, self._idle = _LazyHeap("waiting"), _LazyHeap("working"), _LazyHeap("idle")
         self._last_left = None
@@ -290,18 +286,16 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence is served ``num_tokens``, waiting or running."""
-        in_class, in_flow = self._members[sequence.seq_id]
-        self._flows[in_class.key].charge(in_flow, num_tokens)
-        self._classes.charge(in_class, num_tokens)
+        for account in self._members[sequence.seq_id]:
+            account.charge(num_tokens)
 
     def charge_each(self, sequences: list[Sequence]) -> None:
-        """Each of them is served one token: as ``charge``, once a flow and once a class."""
-        classes: dict[Account, int] = {}
-        for (in_class, in_flow), num_tokens in Counter([self._members[one.seq_id] for one in sequences]).items():
-            self._flows[in_class.key].charge(in_flow, num_tokens)
-            classes[in_class] = classes.get(in_class, 0) + num_tokens
-        for in_class, num_tokens in classes.items():
-            self._classes.charge(in_class, num_tokens)
+        """Each of them is served one token: as ``charge`` of each, without its calls."""
+        members = self._members
+        for sequence in sequences:
+            in_class, in_flow = members[sequence.seq_id]
+            in_class.counter += SCALE // in_class.weight
+            in_flow.counter += SCALE // in_flow.weight
 
     def check_invariants(self) -> None:
         assert self._length == sum(len(line) for line in self._lines.values())

@@ -10,6 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, module_sizes
 from engine.models.decoder import Decoder
+from engine.models.moe import token_numbers
 from engine.runner import SCORE_ROWS
 from kernels.quantised_linear import WIDE_BYTES
 from kernels.sgmv import RANK_MULTIPLE
@@ -66,13 +67,14 @@ def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 
 
 def step_bytes(model: Decoder, config: EngineConfig) -> int:
-    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens, logits of all rows (those that
-    draw, or those of a prompt that are scored at a time) and sorted copies of them, what weights of 8 bits, if any, are
-    multiplied out into (once more in captured steps)."""
+    """The most that a step keeps at a time: an MLP's inputs and outputs of all tokens (experts': of all pairs), which
+    experts each was sent to, logits of all rows (those that draw, or those of a prompt that are scored at a time) and
+    sorted copies of them, what weights of 8 bits, if any, are multiplied out into (once more in captured steps)."""
     said, dtype = model.config, model.embedding.dtype
     heads = (said.attention.num_heads + 2 * said.attention.num_kv_heads) * said.attention.head_dim
-    widest = max(3 * said.intermediate_size, 2 * heads)
-    per_token = (4 * said.hidden_size + widest) * dtype.itemsize
+    of_pairs, choices = token_numbers(said)
+    widest = max(3 * said.intermediate_size, 2 * heads, of_pairs)
+    per_token = (4 * said.hidden_size + widest) * dtype.itemsize + choices * torch.int32.itemsize
     per_row = said.vocab_size * (dtype.itemsize + 40)
     num_rows = max(config.max_sequences, SCORE_ROWS)
     widened = 2 * WIDE_BYTES if model.is_quantised else 0

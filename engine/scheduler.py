@@ -13,7 +13,7 @@ from engine.sequence import CLASS_RANK, PENDING, Sequence, SequenceStatus
 from engine.waiting import WaitingRoom
 
 
-class Chunk(Struct, frozen=True):
+class Chunk(Struct, frozen=True, gc=False):  # hundreds a step, and in no cycle
     """What one sequence computes in a step: positions ``start`` .. ``start + num_tokens``.
 
     ``samples``: the chunk reaches the last known token, and a next token is drawn. ``scores``: wanted are the
@@ -83,12 +83,6 @@ class _Draft:
         again = min(again - start, num_tokens) if again > start else 0
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, scores, sequence.num_preemptions, again))
         self.budget -= num_tokens
-
-    def add_decode(self, sequence: Sequence, start: int) -> None:
-        """As ``add`` of the last known token, which no score needs, without its calls."""
-        again = sequence.num_given_back > start
-        self.chunks.append(Chunk(sequence, start, 1, sequence.limit > 0, False, sequence.num_preemptions, int(again)))
-        self.budget -= 1
 
     def add_prefills(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -178,10 +172,11 @@ class Scheduler:
         """The plan has run: full blocks can be found, followers may start. Not for those that gave way or ended
         meanwhile."""
         block_size, has_followers = self.config.block_size, self.waiting.has_followers
-        for chunk in plan.chunks:
-            if not chunk.is_live:
+        running = SequenceStatus.RUNNING
+        for chunk in plan.chunks:  # no calls that can be spared here either
+            sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+            if sequence.status is not running or sequence.num_preemptions != chunk.num_preemptions:  # not is_live
                 continue
-            sequence, end = chunk.sequence, chunk.end
             if sequence.adapter_slot >= 0:
                 generation = self.adapters.generation(sequence.adapter_slot)
                 assert generation == sequence.slot_generation, f"{sequence} ran on another adapter's slot"
@@ -211,27 +206,25 @@ class Scheduler:
     # ── planning ─────────────────────────────────────────────────────────────────────────────────
 
     def _plan_decodes(self, draft: _Draft) -> list[Sequence]:
-        """Plans all that lack one token only; gives those that lack more. (Runs for every running sequence in every
-        step: no calls that can be spared.)"""
+        """Plans all that lack one token only, as ``add`` would, and gives those that lack more. (Runs for every running
+        sequence in every step: no calls that can be spared.)"""
         prefills: list[Sequence] = []
         charged: list[Sequence] = []
-        index, block_size = 0, self.config.block_size
-        while index < len(self.running):
-            sequence = self.running[index]
+        chunks, block_size, context_tokens = draft.chunks, self.config.block_size, self.config.context_tokens
+        for sequence in self.running:  # whoever leaves it meanwhile stands at its end
             start, token_ids = sequence.num_computed_tokens, sequence.token_ids
-            if len(token_ids) - start != 1:
+            if len(token_ids) != start + 1:
                 if len(token_ids) > start:  # else it only waits for the scores of its prompt
                     prefills.append(sequence)
-            elif token_ids[-1] == PENDING and _is_last(sequence, self.config.context_tokens):
+            elif token_ids[-1] == PENDING and _is_last(sequence, context_tokens):
                 pass
             elif start < len(sequence.block_table) * block_size or self._has_next_block(sequence, draft):
-                draft.add_decode(sequence, start)
+                samples, again = sequence.limit > 0, int(sequence.num_given_back > start)
+                chunks.append(Chunk(sequence, start, 1, samples, False, sequence.num_preemptions, again))
                 if sequence.num_charged_tokens <= start:
                     sequence.num_charged_tokens = start + 1
                     charged.append(sequence)
-            elif sequence.status is not SequenceStatus.RUNNING:
-                continue  # it left the list
-            index += 1
+        draft.budget -= len(chunks)
         self.waiting.queue.charge_each(charged)
         return prefills
 

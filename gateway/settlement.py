@@ -17,6 +17,7 @@ from tenants.directory import Directory
 from tenants.errors import ForgedContext, InvalidRecord
 from tenants.ledger import Ledger
 from tenants.meter import unseal
+from tenants.patience import Patience
 from tenants.replica_times import ReplicaSpan
 from tenants.secrets import Secret
 from tenants.settled import SettledRequest
@@ -56,13 +57,13 @@ class Settlement:
     ledger: Ledger
     _queue: asyncio.Queue[_Item] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     _worker: asyncio.Task[None] | None = None
-    _booking_since_s: float | None = None
     _next_booking_s: float = 0.0
+    _is_stuck: bool = False
 
     @property
     def is_stuck(self) -> bool:
         """The ledger has not taken a batch for STUCK_S: nobody knows what was spent since."""
-        return self._booking_since_s is not None and time.monotonic() - self._booking_since_s > STUCK_S
+        return self._is_stuck
 
     @property
     def is_full(self) -> bool:
@@ -139,12 +140,18 @@ class Settlement:
     async def _work(self) -> None:
         while True:
             batch = await self._batch()
-            self._booking_since_s = time.monotonic()
-            await self._book(batch)
-            self._booking_since_s = None
+            waiting = Patience(STUCK_S, self._stick)
+            try:
+                await self._book(batch)
+            finally:
+                waiting.end()
+                self._is_stuck = False
             await self._acknowledge(batch)
             for _ in batch:
                 self._queue.task_done()
+
+    def _stick(self) -> None:
+        self._is_stuck = True
 
     async def _batch(self) -> list[_Item]:
         """At least one record; those with it that follow within BATCH_S, or before the next booking is due."""

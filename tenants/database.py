@@ -7,17 +7,26 @@ from typing import TypeVar
 from urllib.parse import urlencode
 
 from sqlalchemy import ScalarResult, event
+from sqlalchemy import exc as failures
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlmodel.ext.asyncio.session import AsyncSession
 from sqlmodel.sql.expression import SelectOfScalar
 
+from tenants.patience import patience
+
 _Row = TypeVar("_Row")
 CONNECT_S = 10.0
+PROMPT_S = 5.0  # for what a request waits for; as long as SQLite waits for its lock
+REPORT_S = 60.0  # for sums over much
 DEAD_PEER_S = 20
 _WRITES = "tenora_writes"
 _LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
-_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON")
+_PRAGMAS = (
+    *("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON"),
+    "cache_size=-16384",  # KiB: a booking changes up to 2,000 pages, which must not go out and come back before its end
+    "wal_autocheckpoint=4000",  # pages: two such bookings, and not half of one
+)
 
 
 def async_url(url: str) -> str:
@@ -35,7 +44,8 @@ def create_engine(url: str) -> AsyncEngine:
 
 
 def _sqlite_engine(url: URL) -> AsyncEngine:
-    engine = create_async_engine(url, hide_parameters=True)
+    # last in, first out: pages lie in the memory of a connection
+    engine = create_async_engine(url, hide_parameters=True, pool_use_lifo=True)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
@@ -96,6 +106,13 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
+class ReadingSession(AsyncSession):
+    """Has no commit. One that read and then wrote would now and then fail, on SQLite, beside another writer."""
+
+    async def commit(self) -> None:
+        raise TypeError("a session for reading commits nothing: Database.transaction does")
+
+
 class Database:
     """Sessions on one database. Repositories take a session and never commit; ``transaction`` does."""
 
@@ -109,7 +126,7 @@ class Database:
         async with self._engine.connect() as connection:
             await connection.exec_driver_sql("SELECT 1")
         writing = self._engine.execution_options(**{_WRITES: True})
-        self._reads = async_sessionmaker(self._engine, class_=AsyncSession, expire_on_commit=False)
+        self._reads = async_sessionmaker(self._engine, class_=ReadingSession, expire_on_commit=False)
         self._writes = async_sessionmaker(writing, class_=AsyncSession, expire_on_commit=False)
 
     async def close(self) -> None:
@@ -126,6 +143,18 @@ class Database:
         """Commits at the end of the block, rolls back when it raises. On SQLite writers come one after another."""
         async with self._writes() as session, session.begin():
             yield session
+
+
+@asynccontextmanager
+async def in_time(deadline_s: float = PROMPT_S) -> AsyncIterator[None]:
+    """Around what somebody waits for: a database that is connected and silent has failed, with SQLAlchemy's
+    TimeoutError, after ``deadline_s`` and what its driver takes to give the connection up (2 s). Nobody else is waited
+    for longer than that either: each connection that was asked is given up, and the next one asks on another."""
+    try:
+        async with patience(deadline_s):
+            yield
+    except TimeoutError:
+        raise failures.TimeoutError("the database is silent") from None
 
 
 async def one_snapshot(session: AsyncSession) -> None:

@@ -169,11 +169,13 @@ class DeliveryRepository:
         return removed
 
     async def _put_on_the_way(self, events: Iterable[Event], now_ns: int) -> None:
-        """One delivery for each enabled endpoint of the event's tenant that wants it."""
+        """One delivery for each enabled endpoint of the event's tenant that wants it. Endpoints stay until then, in the
+        order in which others lock them; one that goes first is told nothing."""
         tenants = {event.tenant_id for event in events}
         query = select(WebhookEndpoint).where(
             col(WebhookEndpoint.tenant_id).in_(tenants), WebhookEndpoint.status == "enabled"
         )
+        query = query.order_by(WebhookEndpoint.endpoint_id).with_for_update(read=True, key_share=True)
         endpoints = (await self._session.exec(query)).all()
         rows = [
             (event.event_id, endpoint.endpoint_id, event.tenant_id, event.number, "pending", 0, now_ns, 0, "")

@@ -20,6 +20,7 @@ from tenants.errors import StoreUnavailable
 from tenants.key_repository import KeyRepository, OperatorRepository
 from tenants.limits import RATE_LIMITS, SCOPE_KINDS, SPEND_LIMIT, ScopeKind
 from tenants.meter import FlowClass
+from tenants.patience import patience
 from tenants.pricing import RateCard
 from tenants.quota.budgets import Budget
 from tenants.quota.quota import Limits
@@ -96,7 +97,7 @@ async def bump_epoch(redis: Redis) -> None:
     that fails for us alone hides it for at most 30 s.)
     """
     try:
-        async with asyncio.timeout(_STORE_DEADLINE_S):
+        async with patience(_STORE_DEADLINE_S):
             await redis.set(EPOCH_KEY, random.token_hex(16))
     except (RedisError, OSError, TimeoutError) as error:
         raise StoreUnavailable("the change is written but could not be announced") from error
@@ -188,7 +189,8 @@ class Directory:
         if self._next_look is None:
             self._next_look = asyncio.get_running_loop().create_future()
         with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(asyncio.shield(self._next_look), _LOOK_S)
+            async with patience(_LOOK_S):
+                return await asyncio.shield(self._next_look)
         return False
 
     @property
@@ -261,7 +263,7 @@ class Directory:
     async def _follow_once(self, force: bool = False) -> None:
         """Epoch first, database second: a change in between is seen at the next poll."""
         try:
-            async with asyncio.timeout(_STORE_DEADLINE_S):
+            async with patience(_STORE_DEADLINE_S):
                 epoch = await self._read_epoch()
             reachable = True
         except (RedisError, OSError, TimeoutError):

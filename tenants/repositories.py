@@ -39,6 +39,7 @@ from tenants.tables import (
 )
 
 _ID_PREFIX = "ten_"
+NOTICE_NS = 10**9  # of new prices: every gateway hears of a change within a second (directory.py)
 _OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint)
 
 
@@ -226,7 +227,10 @@ class RateCardRepository:
         self, changes: Mapping[PriceKey, int | None], effective_unix_ns: int, now_unix_ns: int
     ) -> RateCard:
         """As ``publish``: the newest version's prices with these changes. None takes an item away: a more general one
-        holds then."""
+        holds then. It takes effect NOTICE_NS from now or later, so that every gateway has heard of it by then: what
+        one admits is charged at the prices that it knows."""
+        if effective_unix_ns < now_unix_ns + NOTICE_NS:
+            raise InvalidValue("effective_from", f"lies at least {NOTICE_NS // 10**9} s ahead, so that all hear of it")
         newest = (await self.list_all())[-1:]
         prices = {**(newest[0].prices if newest else {}), **changes}
         kept = {key: price for key, price in prices.items() if price is not None}

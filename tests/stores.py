@@ -112,6 +112,19 @@ class PostgresServer:
         self.process.wait(PATIENCE_S)
         psutil.wait_procs(family, timeout=PATIENCE_S)
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It and each of its children do nothing until the block ends, and their connections stay."""
+        family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for each in family:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.resume()
+
     def start_again(self) -> None:
         (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
         self.process = _start_postgres(self.port, self.folder, _unprivileged_user(), self.durable)

@@ -5,8 +5,9 @@ step ahead that draws one), positions, places in the cache, block tables, attent
 A step fills one pinned array and copies it; what a smaller batch leaves over computes nothing that anybody reads.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.lora_slots import LoraSlots
+from engine.models.moe import token_numbers
 from engine.scheduler import Chunk, StepPlan
 from engine.sequence import PENDING
 from kernels.paged_attention import DecodeShape, PrefixGroup, captured_plan, fill_plan, may_capture, plan_numbers
@@ -72,10 +74,22 @@ class DecodeGraphs:
         }
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
+    def rehearse(self) -> None:
+        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+        for kind in self._largest_first():
+            self._empty_step(kind)()
+            self._numbers.wait()
+
     def warm(self) -> None:
-        """Captures everything, the largest first, which share their memory with the smaller ones."""
-        for kind in sorted(self._kinds, reverse=True):
+        """Launches everything, and then captures it: a capture gives what launches before it have left in the
+        allocator's cache back to the driver, and those behind it would take it anew."""
+        self.rehearse()
+        for kind in self._largest_first():
             self._graphs[kind] = self._capture(kind)
+
+    def _largest_first(self) -> list[Kind]:
+        """Whose memory the smaller ones share."""
+        return sorted(self._kinds, reverse=True)
 
     def fits(self, plan: StepPlan) -> bool:
         """All of its chunks are decodes that draw, and a size holds them."""
@@ -107,15 +121,17 @@ class DecodeGraphs:
         size = self.size(len(plan.chunks))
         return Kind(size, next(rank for rank in self._ranks[size, has_groups] if rank >= most), has_groups)
 
-    def _capture(self, kind: Kind) -> Captured:
+    def _empty_step(self, kind: Kind) -> Callable[[], Tensor]:
+        """A step without a decode, over the memory of all steps of its kind → its logits."""
         layout = self._layouts[kind.size, kind.has_groups]
         layout.fill(self._numbers.begin(layout.places), Step((), {}), self._slots.num_slots, with_lora=True)
         self._numbers.send()
         tables = self._tables.tables[: kind.size]
         batch = layout.batch(self._numbers.memory, tables, self._slots.num_slots, kind.rank)
-        compute = partial(self._compute, batch, kind.rank)
-        compute()  # kernels are compiled, and tables of tiles and of addresses made
-        torch.cuda.synchronize()
+        return partial(self._compute, batch, kind.rank)
+
+    def _capture(self, kind: Kind) -> Captured:
+        compute = self._empty_step(kind)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = compute()
@@ -148,14 +164,16 @@ def graph_kinds(model: ModelConfig, config: EngineConfig) -> tuple[Kind, ...]:
 
 
 def graph_bytes(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
-    """What the graphs take in the driver, and attention's partial results in the largest, whose memory all share."""
+    """What the graphs take in the driver, and in the largest, whose memory all share, attention's partial results and
+    what a layer's experts hand each other."""
+    experts = shapes_of(config).tokens[-1] * token_numbers(model)[0] * torch.float32.itemsize
     kinds, attention = graph_kinds(model, config), model.attention
     if not kinds:
-        return 0
+        return experts
     largest = max((kind.size, kind.has_groups) for kind in kinds)
     shape = decode_shape(model, config, device, largest[0], has_groups=largest[1])
     partials = shape.most_partials * attention.num_kv_heads * (attention.head_dim + 2) * torch.float32.itemsize
-    return len(kinds) * GRAPH_BYTES + partials
+    return len(kinds) * GRAPH_BYTES + partials + experts
 
 
 def decode_shape(
@@ -178,7 +196,7 @@ def resolve(batch: Batch, drawn: Tensor) -> Batch:
     """The batch with ids for all tokens: those of the step ahead are ``drawn`` by now."""
     ids = batch.token_ids
     known = torch.where(ids < 0, drawn.index_select(0, (~ids).clamp(min=0)).to(ids.dtype), ids)
-    return Batch(known, batch.positions, batch.slot_mapping, batch.attention, batch.lora, batch.logits_rows)
+    return replace(batch, token_ids=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +214,15 @@ class Layout:
     def __init__(self, shape: DecodeShape) -> None:
         self.shape = shape
         size = shape.num_sequences
-        self.places = spans([size, size, size, plan_numbers(shape), segment_numbers(size)])
+        self.places = spans([size, size, size, 1, plan_numbers(shape), segment_numbers(size)])
         self.length = self.places[-1].stop
 
     def fill(self, out: Many[NDArray[np.int32]], step: Step, empty_slot: int, *, with_lora: bool) -> None:
         """The step into ``out``, the arrays of ``places``; rows past its decodes are at position 0, nowhere in the
         cache, without a context."""
-        tokens, positions, mapping, attention, segments = out
+        tokens, positions, mapping, count, attention, segments = out
         chunks, block_size = step.chunks, self.shape.block_size
-        num = len(chunks)
+        count[0] = num = len(chunks)
         tokens[:num] = [_token(chunk, step.ahead) for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         positions[:num] = starts
@@ -217,10 +235,10 @@ class Layout:
 
     def batch(self, memory: Tensor, tables: Tensor, empty_slot: int, rank: int) -> Batch:
         """A step over ``memory``, whatever stands there."""
-        tokens, positions, mapping, attention, segments = (memory[place] for place in self.places)
+        tokens, positions, mapping, count, attention, segments = (memory[place] for place in self.places)
         size = self.shape.num_sequences
         lora = CapturedSgmv(segments, size, empty_slot) if rank else None
-        return Batch(tokens, positions, mapping, captured_plan(attention, tables, self.shape), lora, tokens)
+        return Batch(tokens, positions, mapping, captured_plan(attention, tables, self.shape), lora, tokens, count)
 
 
 def _token(chunk: Chunk, ahead: Rows) -> int:
@@ -245,6 +263,11 @@ class Numbers:
         self._length = places[-1].stop
         host = self._hosts[-1].numpy()
         return [host[place] for place in places]
+
+    def wait(self) -> None:
+        """Until the device has read all that was sent: for who sends more steps than there are arrays at once."""
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
 
     def send(self) -> None:
         self.memory[: self._length].copy_(self._hosts[-1][: self._length], non_blocking=True)

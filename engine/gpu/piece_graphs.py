@@ -55,11 +55,22 @@ class PieceGraphs:
         shapes = ((most, model.config.hidden_size), heads, heads, (most, model.config.hidden_size))
         self._buffers = Buffers(*(model.embedding.new_zeros(shape) for shape in shapes))
 
+    def rehearse(self) -> None:
+        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+        for size, rank in self._largest_first():
+            work = self._empty_step(size, rank)
+            for number in range(len(self._model.layers) + 1):
+                work.piece(number)
+            self._numbers.wait()
+
     def warm(self) -> None:
-        """Captures everything, the largest first."""
-        for size in reversed(self._shapes.tokens):
-            for rank in self._shapes.ranks:
-                self._pieces[size, rank] = self._capture(size, rank)
+        """Launches everything, and then captures it: see ``DecodeGraphs.warm``."""
+        self.rehearse()
+        for size, rank in self._largest_first():
+            self._pieces[size, rank] = self._capture(size, rank)
+
+    def _largest_first(self) -> list[tuple[int, int]]:
+        return [(size, rank) for size in reversed(self._shapes.tokens) for rank in self._shapes.ranks]
 
     def fits(self, num_tokens: int) -> bool:
         return num_tokens <= self._shapes.tokens[-1]
@@ -69,7 +80,8 @@ class PieceGraphs:
         num_tokens = len(flat.token_ids)
         size = self.size(num_tokens)
         rank = self._rank(flat)
-        tokens, positions, mapping, segments = self._numbers.begin(_places(size))
+        tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
+        count[0] = num_tokens
         for place, numbers, rest in (
             (tokens, flat.token_ids, 0),
             (positions, flat.positions, 0),
@@ -97,21 +109,23 @@ class PieceGraphs:
         most = max((self._slots.lora_rank(slot) for slot in np.unique(flat.slots).tolist() if slot >= 0), default=0)
         return next(rank for rank in self._shapes.ranks if rank >= most)
 
-    def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
-        tokens, positions, mapping, segments = self._numbers.begin(_places(size))
-        tokens[:], positions[:], mapping[:] = 0, 0, -1
+    def _empty_step(self, size: int, rank: int) -> "_Work":
+        """A step of tokens of nobody, over the memory of all steps of its size."""
+        tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
+        tokens[:], positions[:], mapping[:], count[:] = 0, 0, -1, 0
         fill_segments(segments, [], size, self._slots.num_slots)
         self._numbers.send()
-        ids, places, slots, segments = (self._numbers.memory[place] for place in _places(size))
+        ids, places, slots, count, segments = (self._numbers.memory[place] for place in _places(size))
         lora = CapturedSgmv(segments, size, self._slots.num_slots) if rank else None
         nothing = plan_attention(ids[None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
-        batch = Batch(ids, places, slots, replace(nothing), lora, ids)
-        work = _Work(
-            self._model, self._kv, self._drawn, self._buffers.first(size), batch, LoraStep(self._slots, lora, rank)
-        )
+        batch = Batch(ids, places, slots, replace(nothing), lora, ids, count)
+        step = LoraStep(self._slots, lora, rank, count)
+        return _Work(self._model, self._kv, self._drawn, self._buffers.first(size), batch, step)
+
+    def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
+        work = self._empty_step(size, rank)
         pieces = []
         for number in range(len(self._model.layers) + 1):
-            work.piece(number)  # kernels are compiled, and tables of tiles and of addresses made
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work.piece(number)
@@ -145,5 +159,5 @@ class _Work:
 
 
 def _places(size: int) -> Many[slice]:
-    """Of token ids, positions, places in the cache, rows by slot."""
-    return spans([size, size, size, segment_numbers(size)])
+    """Of token ids, positions, places in the cache, how many there are, rows by slot."""
+    return spans([size, size, size, 1, segment_numbers(size)])

@@ -12,15 +12,13 @@ logger = logging.getLogger("engine.gpu")
 
 COSTS = {
     "head_size": f"attention of heads above {MAX_HEAD_BYTES} bytes: a sequence after the other, and no step is a graph",
-    "experts": "experts: each of their layers waits for its router, so no step is a graph and the host sets the pace",
 }
 
 
 def without_kernel(model: ModelConfig, dtype: torch.dtype) -> tuple[str, ...]:
     """Names of COSTS; empty for a model that has all its kernels."""
     is_wide = model.attention.head_dim * dtype.itemsize > MAX_HEAD_BYTES
-    found = {"head_size": is_wide, "experts": model.moe is not None}
-    return tuple(reason for reason, is_so in found.items() if is_so)
+    return ("head_size",) if is_wide else ()
 
 
 def warn_of(reasons: Iterable[str]) -> None:

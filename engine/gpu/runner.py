@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.gpu.decode_graphs import DecodeGraphs, graph_kinds, resolve
 from engine.gpu.piece_graphs import PieceGraphs
 from engine.gpu.plain_torch import warn_of, without_kernel
+from engine.gpu.rehearsal import rehearse
 from engine.gpu.sampler import DeviceSampler, Scores, score, to_host
 from engine.gpu.shapes import shapes_of
 from engine.gpu.shared_prefixes import SharedPrefixes
@@ -60,12 +61,14 @@ class CudaRunner(Runner):
     def __init__(self, model: Decoder, config: EngineConfig, *, has_graphs: bool = True) -> None:
         device = model.embedding.device
         super().__init__(model, config, peak_bytes_s(device))
+        self._config = config
         self._counters = self.device_counters
         self._without_kernel = without_kernel(model.config, model.embedding.dtype)
         warn_of(self._without_kernel)
         self._device_sampler = DeviceSampler(model.config.eos_token_ids, device)
         self._shapes = shapes = shapes_of(config)
         assert not shapes.is_fixed or config.max_step_tokens <= shapes.tokens[-1], (config, shapes)
+        model.keep_choices(max((config.max_step_tokens, *shapes.decodes, *shapes.tokens)))
         most = max((config.max_sequences, *shapes.decodes))
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._ahead: Rows = {}  # row of each sequence among the tokens that the last step draws
@@ -76,6 +79,11 @@ class CudaRunner(Runner):
             shared = model, self.kv, self.slots, self._drawn, config, torch.cuda.graph_pool_handle()
             self._decodes = DecodeGraphs(*shared) if graph_kinds(model.config, config) else None
             self._prompts = PieceGraphs(*shared)
+
+    def rehearse(self) -> None:
+        """Launches everything that a step can, for who compiles it; nothing that lacks a kernel."""
+        if not self._without_kernel:
+            rehearse(self._model, self.kv, self.slots, self._config)
 
     @torch.inference_mode()
     def warm(self) -> None:

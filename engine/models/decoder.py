@@ -1,10 +1,12 @@
 """The decoder: embedding, layers, final norm, head. Families differ by the parts in one table, never by an ``if``."""
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -132,8 +134,15 @@ class Decoder:
         frequencies = inverse_frequencies(config.rope, config.attention.head_dim).to(self.embedding.device)
         self.rope_table = rope_table(frequencies, config.context_tokens)
         self._num_head_calls = 0
+        self._choices: Tensor | None = None  # of experts, [layers with some, most tokens, K]
         self.num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name != "model.embed_tokens.weight")
         self.num_bytes += self.embedding.nbytes if config.tie_word_embeddings else 0
+
+    def with_one_layer_of_each_kind(self) -> "Decoder":
+        """Launches all that this one launches, in fewer layers: for rehearsals. The weights are the same."""
+        thin = copy(self)
+        thin.layers = list({type(layer.mlp): layer for layer in self.layers}.values())
+        return thin
 
     @property
     def is_quantised(self) -> bool:
@@ -154,7 +163,20 @@ class Decoder:
         """As ``engine.models.moe.expert_uses``, of the last step's tokens."""
         moe = self.config.moe
         assert moe is not None, self.config.family
-        return expert_uses([mlp.chosen for mlp in self._expert_mlps()], owners, num_owners, moe.num_experts)
+        chosen = self._choices
+        if chosen is None:
+            chosen = torch.stack([mlp.chosen for mlp in self._expert_mlps()])
+        return expert_uses(chosen[:, : len(owners)], owners, num_owners, moe.num_experts)
+
+    def keep_choices(self, most_tokens: int) -> None:
+        """From now on the experts of a step's tokens stand where they stood in the step before, so that a captured
+        step's are found too. No step has more than ``most_tokens`` rows."""
+        moe, mlps = self.config.moe, self._expert_mlps()
+        if moe is None:
+            return
+        self._choices = self.embedding.new_zeros(len(mlps), most_tokens, moe.top_k, dtype=torch.int32)
+        for mlp, own in zip(mlps, self._choices, strict=True):
+            mlp.keep_choices(own)
 
     def _expert_mlps(self) -> list[MoeMlp]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
@@ -162,7 +184,7 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0) -> Tensor:
         """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``:
         see LoraStep."""
-        step = LoraStep(lora, batch.lora, most_ranks)
+        step = LoraStep(lora, batch.lora, most_ranks, batch.num_tokens)
         residual = F.embedding(batch.token_ids, self.embedding)
         x = None
         for layer in self.layers:

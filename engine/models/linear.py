@@ -15,12 +15,13 @@ from kernels.sgmv import LoraSlice, Low, SgmvPlan, expand, shrink
 
 @dataclass(frozen=True)
 class LoraStep:
-    """The adapters of one step: the slots and which rows use which; plan None = no row has one. ``most_ranks``: the
-    step is captured, for any adapters up to that rank."""
+    """What a layer is told of a step's rows. Their adapters: the slots and which rows use which; plan None = no row has
+    one. ``most_ranks``: the step is captured, for any adapters up to that rank. ``num_tokens``: as of a Batch."""
 
     slots: LoraSlots
     plan: SgmvPlan | None
     most_ranks: int = 0
+    num_tokens: Tensor | None = None
 
     def slices(self, layer: int, modules: tuple[str, ...]) -> list[LoraSlice]:
         if self.plan is None:

@@ -5,7 +5,7 @@ Weights under ``model.layers.N.mlp.``: ``gate.weight`` [E, H] (the router), ``ex
 ``engine/weights/experts.py`` brings what checkpoints hold into these names. No adapter touches any of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from engine.models.config import ModelConfig, MoeConfig
 from engine.models.linear import Linear, LoraStep
 from engine.models.mlp import GatedMlp
 from kernels.linear import LinearWeight, linear
-from kernels.moe import ExpertWeights, RoutingRule, combine, gather, grouped_linear, plan_experts, route
-from kernels.silu_mul import silu_mul
+from kernels.moe import ExpertWeights, RoutingRule, combine, grouped_linear, grouped_silu_mul, plan_experts, route
 
 Weights = Mapping[str, Tensor]
 
@@ -32,9 +31,9 @@ class SharedExpert:
 
 
 class MoeMlp:
-    """Each token through the experts of its choice. ``num_tokens_of`` [E] int64 counts them: tokens of steps, which
-    are all real, since a batch has no padding; what a kernel pads is not counted. ``chosen`` [T, K] int64: the experts
-    of the last step's tokens."""
+    """Each token through the experts of its choice. ``num_tokens_of`` [E] int64 counts them: tokens of steps, not what
+    fills up a captured one or a kernel's tile. ``chosen`` [≥ T, K] int32: the experts of the last step's tokens, and
+    behind them anything."""
 
     def __init__(self, moe: MoeConfig, router: Tensor, experts: tuple[Tensor, Tensor], shared: SharedExpert | None):
         self.top_k = moe.top_k
@@ -43,19 +42,26 @@ class MoeMlp:
         self.gate_up, self.down = map(ExpertWeights, experts)
         self.shared = shared
         self.num_tokens_of = torch.zeros(moe.num_experts, dtype=torch.int64, device=router.device)
-        self.chosen = torch.zeros(0, moe.top_k, dtype=torch.int64, device=router.device)
+        self.chosen = torch.zeros(0, moe.top_k, dtype=torch.int32, device=router.device)
+        self._keeps_choices = False
         self.num_calls = 0
 
     def __call__(self, x: Tensor, lora: LoraStep) -> Tensor:
         """x [T, H] → [T, H]."""
         self.num_calls += 1
-        topk_ids, topk_weights = route(linear(x, self.router), self.top_k, self.rule)
-        self.chosen = topk_ids
-        plan = plan_experts(topk_ids, self.gate_up.num_experts)
-        self.num_tokens_of += plan.counts
-        inner = silu_mul(grouped_linear(gather(x, plan), self.gate_up, plan))
+        kept = self.chosen[: len(x)] if self._keeps_choices else None
+        topk_ids, topk_weights = route(linear(x, self.router), self.top_k, self.rule, kept)
+        if kept is None:
+            self.chosen = topk_ids
+        plan = plan_experts(topk_ids, self.gate_up.num_experts, self.num_tokens_of, lora.num_tokens)
+        inner = grouped_silu_mul(x, self.gate_up, plan)
         y = combine(grouped_linear(inner, self.down, plan), topk_weights, plan)
         return y if self.shared is None else y + self.shared(x, lora)
+
+    def keep_choices(self, chosen: Tensor) -> None:
+        """In this memory [most rows of a step, K] int32 from now on."""
+        self.chosen = chosen
+        self._keeps_choices = True
 
     def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
         """What ``residual`` lacks then, [T, H]."""
@@ -65,20 +71,29 @@ class MoeMlp:
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
 
 
-def expert_uses(chosen: Sequence[Tensor], owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
-    """chosen: [T, K] of each of L layers; owners [T]: whose each token is, 0 ≤ owner < N → [N, L · E] bool: whether one
-    of an owner's tokens was sent to a layer's expert."""
+def expert_uses(chosen: Tensor, owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
+    """chosen [L, T, K]: of each layer, integers; owners [T]: whose each token is, 0 ≤ owner < N → [N, L · E] bool:
+    whether one of an owner's tokens was sent to a layer's expert."""
     num_all = len(chosen) * num_experts
     first = torch.arange(0, num_all, num_experts, device=owners.device)  # of each layer
-    places = torch.stack(tuple(chosen)) + first[:, None, None] + (owners * num_all)[None, :, None]
+    places = chosen + first[:, None, None] + (owners * num_all)[None, :, None]
     uses = torch.zeros(num_owners * num_all, dtype=torch.bool, device=owners.device)
-    uses[places.flatten()] = True
+    uses.index_fill_(0, places.flatten(), True)
     return uses.view(num_owners, num_all)
 
 
 def shared_evenly(uses: Tensor) -> Tensor:
     """uses [N, things] bool → [N] fp64: of each thing that one uses, 1 / its users, summed over things."""
     return uses.double() @ (1 / uses.sum(0).clamp_min(1).double())
+
+
+def token_numbers(config: ModelConfig) -> tuple[int, int]:
+    """What one token's experts take of a step's memory: numbers that a layer's pairs hand each other, and ids of all
+    layers' choices. (0, 0) without experts."""
+    moe = config.moe
+    if moe is None:
+        return 0, 0
+    return moe.top_k * (moe.intermediate_size + config.hidden_size), moe.top_k * len(moe.layers)
 
 
 def moe_mlp(config: ModelConfig, weights: Weights, layer: int) -> MoeMlp | GatedMlp:

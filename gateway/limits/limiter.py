@@ -4,21 +4,20 @@ import asyncio
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 from gateway.limits.tickets import Ticket
+from gateway.limits.unheard import Unheard
 from tenants.errors import SpendUnknown, StoreUnavailable
+from tenants.quota.line import Answer
 from tenants.quota.local_share import LocalShare
 from tenants.quota.quota import Admitted, Quota, Refused, Reservation
-from tenants.quota.script import Answer
 
 LOCAL_FOR_S = 300.0  # an outage that lasts longer is refused for
 RETRY_S = 0.25
 LAST_WORDS_S = 1.0
-MAX_UNHEARD = 4096
 _log = logging.getLogger("gateway.limits.limiter")
 _T = TypeVar("_T")
 _Settlement: TypeAlias = Callable[[], Answer]
@@ -44,7 +43,7 @@ class Limiter:
     spending: Recounts
     count_fallback: Callable[[str, str], None]  # kind, reason
     _away_since_s: float | None = None
-    _unheard: deque[_Settlement] = field(default_factory=lambda: deque(maxlen=MAX_UNHEARD))
+    _unheard: Unheard = field(default_factory=Unheard)
     _telling: set[Answer] = field(default_factory=set)
     _owing: asyncio.Event = field(default_factory=asyncio.Event)
     _mending: asyncio.Task[None] | None = None
@@ -152,7 +151,7 @@ class Limiter:
         return time.monotonic() - self._away_since_s <= LOCAL_FOR_S
 
     def _owe(self, settlement: _Settlement) -> None:
-        self._unheard.append(settlement)
+        self._unheard.put(settlement)
         self._owing.set()
 
     def _lost(self, error: StoreUnavailable) -> None:
@@ -167,14 +166,13 @@ class Limiter:
             await self._owing.wait()
             try:
                 await self.quota.ping()
-                while self._unheard:
-                    await self._unheard[0]()
-                    self._unheard.popleft()
+                await self._unheard.tell()
             except StoreUnavailable as error:
                 self._lost(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if self.is_away:
                 self._away_since_s = None
-                _log.warning("the limiter's store answers again")
+                forgotten = self._unheard.num_forgotten
+                _log.warning("the limiter's store answers again; so far %d settlements were forgotten", forgotten)
             self._owing.clear()

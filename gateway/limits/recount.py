@@ -24,6 +24,7 @@ from gateway.limits.tickets import Tickets
 from tenants.database import Database, one_snapshot
 from tenants.directory import Directory
 from tenants.errors import StoreUnavailable
+from tenants.patience import patience
 from tenants.quota.budgets import Spend, limited
 from tenants.quota.quota import RENEW_EVERY_MS, Quota, Reservation
 from tenants.quota.spend_repository import BookedAttempt, GatewayLeaseRepository, SpendRepository
@@ -86,7 +87,7 @@ class Recount:
             counting = self._counting[key] = asyncio.create_task(self._count(reservation), name="recount")
             counting.add_done_callback(lambda _: self._counting.pop(key, None))
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with patience(WAIT_S):
                 await asyncio.shield(counting)
         except _FAILURES as error:
             raise StoreUnavailable("what was spent is being counted") from error

@@ -39,6 +39,7 @@ class Spending:
     async def close(self) -> None:
         for part in (self.credit, self.limiter, self.recount):
             await part.close()
+        self.limiter.quota.close()
 
 
 def build_spending(

@@ -58,6 +58,7 @@ class OpsContext:
 
     async def close(self) -> None:
         await self.directory.close()
+        self.quota.close()
         await self.redis.aclose()
         await self.database.close()
 

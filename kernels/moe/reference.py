@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import LinearWeight, linear
+from kernels.silu_mul import silu_mul
 
 
 def route(router_logits: Tensor, top_k: int, softmax_first: bool, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -31,6 +32,10 @@ def _sum_in_order(weights: Tensor) -> Tensor:
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     experts = topk_ids.flatten()
     return experts.argsort(stable=True), torch.bincount(experts, minlength=num_experts)
+
+
+def grouped_silu_mul(x: Tensor, experts: Sequence[LinearWeight], tokens: Tensor, counts: Sequence[int]) -> Tensor:
+    return silu_mul(grouped_linear(x[tokens], experts, counts))
 
 
 def grouped_linear(x: Tensor, experts: Sequence[LinearWeight], counts: Sequence[int]) -> Tensor:

@@ -6,10 +6,12 @@ from kernels.paged_attention import reference
 from kernels.paged_attention.captured import DecodeShape, captured_plan, fill_plan, may_capture, plan_numbers
 from kernels.paged_attention.groups import MIN_MEMBERS, MIN_TOKENS, may_group, pays
 from kernels.paged_attention.plan import AttentionPlan, PrefixGroup, plan_attention
+from kernels.paged_attention.work import MAX_SPLIT_QUERIES
 from kernels.timing import timed
 
 __all__ = [
     "MAX_HEAD_BYTES",
+    "MAX_SPLIT_QUERIES",
     "MIN_MEMBERS",
     "MIN_TOKENS",
     "AttentionPlan",

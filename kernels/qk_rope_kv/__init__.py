@@ -56,7 +56,7 @@ def qk_rope_kv(
 
 def _adds_on_its_way(low: PartialLow, heads: Tensor) -> bool:
     row = tiles("rope_low", heads.device, tokens=len(heads), rank=low.lora_rank)
-    return low.segment_rows == 1 and bool(row["fused"])
+    return low.segments.most_rows == 1 and bool(row["fused"])
 
 
 @timed("rope")

@@ -25,7 +25,7 @@ def _with_delta(b_half, b_delta, m_delta, KIND: tl.constexpr):
     return tl.where(m_delta, (b_half + b_delta).to(KIND).to(tl.float32), b_half)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _qk_rope_kv(
     p_heads,
     p_positions,
@@ -133,7 +133,7 @@ def qk_rope_kv(
     num_tokens, num_all, head_dim = heads.shape
     num_kv_heads = key_cache.shape[2]
     num_heads = num_all - 2 * num_kv_heads
-    assert low.segment_rows == 1, low.segment_rows
+    assert low.segments.most_rows == 1, low.segments.most_rows
     assert heads.stride(2) == 1, heads.stride()
     assert table.is_contiguous(), table.stride()
     assert key_cache.is_contiguous(), key_cache.stride()

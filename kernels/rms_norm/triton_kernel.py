@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.tiles import power_of_2, tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     p_x,
     p_residual,

@@ -166,7 +166,7 @@ def _highest(p_logits, p_tokens, stride_row, size, BLOCK: tl.constexpr, AT_ONCE:
     tl.store(p_tokens + i_row, i_best.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_edits"])
 def _edit(p_logits, p_rows, p_tokens, p_biases, p_repetitions, p_minus, num_edits, stride_row, BLOCK: tl.constexpr):
     o_edits = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o_edits < num_edits

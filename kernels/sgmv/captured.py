@@ -44,14 +44,15 @@ class CapturedSgmv(SgmvPlan):
     def __init__(self, memory: Tensor, num_rows: int, empty_slot: int) -> None:
         super().__init__(num_rows, {empty_slot: list(range(num_rows))}, memory.device)
         rows, table = (memory[place] for place in _places(num_rows))
-        self._segments[_segment_rows(num_rows)] = Segments(rows, table.view(-1, 4), num_rows)
+        self._given = Segments(rows, table.view(-1, 4), num_rows, _segment_rows(num_rows))
 
     def is_sparse(self, most_rows: int) -> bool:
-        return _segment_rows(self.num_rows) == 1
+        return self._given.most_rows == 1
 
     def segments(self, most_rows: int) -> Segments:
-        assert most_rows in self._segments, f"segments of {most_rows} rows are not in memory"
-        return self._segments[most_rows]
+        """Those in memory, whatever a table would have: no more rows each."""
+        assert self._given.most_rows <= most_rows, (self._given.most_rows, most_rows)
+        return self._given
 
 
 def _segment_rows(num_rows: int) -> int:

@@ -34,12 +34,10 @@ class TiledLow:
 @dataclass(frozen=True)
 class PartialLow:
     """On a GPU: ``partials`` [slices, split, rows, ranks] fp32, sums over parts of ``in`` of the rows in the order of
-    ``segments``, which hold at most ``segment_rows`` each; with one, each row is taken by itself. ``table`` has the
-    slices' addresses; no rank in use is above ``lora_rank``."""
+    ``segments``. ``table`` has the slices' addresses; no rank in use is above ``lora_rank``."""
 
     slices: tuple[LoraSlice, ...]
     segments: Segments
-    segment_rows: int
     table: Tensor
     lora_rank: int
     partials: Tensor

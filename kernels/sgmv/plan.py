@@ -41,11 +41,13 @@ class Group:
 class Segments:
     """For the GPU: ``rows`` [T] int32, sorted by slot, those without one behind all others, and ``table`` [segments, 4]
     int32: where in ``rows`` a segment begins, its number of rows (0: none, of a captured step with fewer segments), its
-    slot (-1: none), 0. The first ``num_owned`` segments have a slot."""
+    slot (-1: none), 0. The first ``num_owned`` segments have a slot. None has more than ``most_rows``; with one, each
+    row is taken by itself."""
 
     rows: Tensor
     table: Tensor
     num_owned: int
+    most_rows: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class SgmvPlan:
             row_slots[own] = slot
         rows, table = cut_rows(row_slots, most_rows)
         on_device = upload([rows, table.ravel()], self.device)
-        return Segments(on_device[0], on_device[1].view(-1, 4), int((table[:, 2] >= 0).sum()))
+        return Segments(on_device[0], on_device[1].view(-1, 4), int((table[:, 2] >= 0).sum()), most_rows)
 
     def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
         """The tiles of the slots with a rank, for a module whose ranks by slot are ``lora_ranks`` in weights

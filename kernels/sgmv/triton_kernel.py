@@ -22,7 +22,7 @@ from kernels.sgmv.triton_tables import a_of, columns_of, rank_of, rows_at, segme
 from kernels.tiles import early, pdl, power_of_2, tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink(
     p_x,
     p_partials,
@@ -88,7 +88,7 @@ def add_product(b_y, p_partials, b_b, i_low, m_low, BLOCK_R: tl.constexpr, PRECI
     return b_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand(
     p_y,
     p_partials,
@@ -151,7 +151,7 @@ def expand(y: Tensor, low: PartialLow) -> None:
     """See the package; y has the dtype of x."""
     assert y.dtype == low.slices[0].b.dtype, (y.dtype, low.slices[0].b.dtype)
     assert y.stride(1) == 1, y.stride()
-    if low.segment_rows == 1:
+    if low.segments.most_rows == 1:
         triton_vector.expand(y, low)
     else:
         _expand_segments(y, low)
@@ -174,7 +174,7 @@ def _shrink_segments(
         x.stride(0),
         SIZE_IN=x.shape[1],
         SPLIT=split,
-        BLOCK_M=row["block_m"],
+        BLOCK_M=segments.most_rows,
         BLOCK_K=row["block_k"] * 2 // x.element_size(),  # the tables count bf16
         BLOCK_R=block_r,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
@@ -183,7 +183,7 @@ def _shrink_segments(
         num_stages=row["num_stages"],
         **early("shrink", x.device),
     )
-    return PartialLow(tuple(slices), segments, row["block_m"], table, lora_rank, partials)
+    return PartialLow(tuple(slices), segments, table, lora_rank, partials)
 
 
 def _expand_segments(y: Tensor, low: PartialLow) -> None:
@@ -199,7 +199,7 @@ def _expand_segments(y: Tensor, low: PartialLow) -> None:
         num_rows,
         y.stride(0),
         SPLIT=split,
-        BLOCK_M=low.segment_rows,
+        BLOCK_M=low.segments.most_rows,
         BLOCK_N=row["block_n"],
         BLOCK_R=block_r,
         ALIGNED=low.is_aligned,

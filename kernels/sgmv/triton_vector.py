@@ -25,7 +25,7 @@ from kernels.tiles import early, pdl, power_of_2, tiles
 RANKS = 16  # of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink(
     p_x,
     p_partials,
@@ -89,7 +89,7 @@ def add_ranks(
     return b_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand(
     p_y,
     p_partials,
@@ -158,7 +158,7 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Te
         num_warps=row["shrink_warps"],
         **early("shrink", x.device),
     )
-    return PartialLow(tuple(slices), segments, 1, table, lora_rank, partials)
+    return PartialLow(tuple(slices), segments, table, lora_rank, partials)
 
 
 def expand(y: Tensor, low: PartialLow) -> None:

@@ -27,7 +27,7 @@ def _rank_of(p_slices, i_slot, SLICE: tl.constexpr):
     return lora_rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _by_rows(
     p_gate_up,
     p_out,
@@ -117,7 +117,7 @@ def _part_of_segment(
     return b_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _by_segments(
     p_gate_up,
     p_out,
@@ -171,7 +171,7 @@ def silu_mul(gate_up: Tensor, low: PartialLow) -> Tensor:
     assert gate_up.dtype == low.slices[0].b.dtype, (gate_up.dtype, low.slices[0].b.dtype)
     assert all(part.start in (0, size) and part.b.shape[2] == size for part in low.slices), low.slices
     out = torch.empty((gate_up.shape[0], size), dtype=gate_up.dtype, device=gate_up.device)
-    if low.segment_rows == 1:
+    if low.segments.most_rows == 1:
         _launch_by_rows(gate_up, out, low)
     else:
         _launch_by_segments(gate_up, out, low)
@@ -232,7 +232,7 @@ def _launch_by_segments(gate_up: Tensor, out: Tensor, low: PartialLow) -> None:
         GATE=gate,
         UP=up,
         SPLIT=split,
-        BLOCK_M=low.segment_rows,
+        BLOCK_M=low.segments.most_rows,
         BLOCK_N=block_n,
         BLOCK_R=block_r,
         ALIGNED=low.is_aligned,

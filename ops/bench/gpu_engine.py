@@ -21,11 +21,12 @@ import torch
 
 from engine.gpu.runner import CudaRunner
 from ops.bench.gpu_engine_checks import check_logits_are_those_of_the_reference, run_checks
+from ops.bench.gpu_moe_checks import check_logits_with_experts_are_those_of_the_reference
 from ops.bench.gpu_prefix import prefix_sections
 from ops.bench.gpu_profile import host_times, prefill_profile, profile
 from ops.bench.loaded_engine import RANK, Bench, adapters, check_slots
 from ops.bench.peers import VLLM as PEER
-from ops.bench.random_model import random_adapter
+from ops.bench.random_model import random_adapter, random_config
 
 
 def throughput(bench: Bench, names: list[str], num: int, prompt_tokens: int, new_tokens: int) -> dict:
@@ -247,7 +248,10 @@ def main() -> None:
         report.section("checks", run_checks)
     if "teacher" in options.sections:
         for shape in options.shape.split(","):
-            check = partial(check_logits_are_those_of_the_reference, shape, 12)
+            against = check_logits_are_those_of_the_reference
+            if random_config(shape).moe is not None:
+                against = check_logits_with_experts_are_those_of_the_reference
+            check = partial(against, shape, 12)
             report.section(f"{shape} eight rows against fp32", check)
             torch.cuda.empty_cache()
     for shape in options.shape.split(","):

@@ -10,10 +10,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton import knobs
 
 from engine.config import EngineConfig
 from engine.gpu.runner import CudaRunner
@@ -25,20 +27,28 @@ from engine.sequence import Request
 from engine.sequence import Sequence as Choice
 from engine.weights.adapter import AdapterWeights
 from engine.wire import Flow, SamplingParams, Submit
+from kernels.ahead import Job, rehearsal
 from ops.bench import gpu_engine_bits
 from ops.bench.agreement import agreement, mean_differences, stacked
 from ops.bench.gpu.changes import other_rows
+from ops.bench.loaded_engine import Bench
 from ops.bench.random_model import of_8_bits, random_adapter, random_config, random_weights
 
 NUM_ROWS = 8
 NUM_STEPS = 210
 BLOCKS = 64  # of each row
+Experts = Callable[[int, Tensor], Tensor]  # layer, x [T, H] → [T, H]
 
 
 def plain_logits(
-    config: ModelConfig, weights: Mapping[str, Tensor], ids: Sequence[int], adapter: AdapterWeights | None = None
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    ids: Sequence[int],
+    adapter: AdapterWeights | None = None,
+    experts: Experts | None = None,
 ) -> Tensor:
-    """Logits [T, V] fp32 of every position: a Llama or Qwen3 in fp32, each matrix with its adapter added."""
+    """Logits [T, V] fp32 of every position: a Llama or Qwen3 in fp32, each matrix with its adapter added. ``experts``:
+    of a model with them in each layer."""
     device = weights["model.embed_tokens.weight"].device
     attention = config.attention
     angles = torch.outer(
@@ -74,6 +84,9 @@ def plain_logits(
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
         x = x + product(seen, layer, "self_attn", "o_proj")
         normed = norm(x, f"{prefix}.post_attention_layernorm.weight")
+        if experts is not None:
+            x = x + experts(layer, normed)
+            continue
         inner = F.silu(product(normed, layer, "mlp", "gate_proj")) * product(normed, layer, "mlp", "up_proj")
         x = x + product(inner, layer, "mlp", "down_proj")
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -156,10 +169,21 @@ def check_logits_are_those_of_the_reference(name: str = "tiny", num_tokens: int 
         rows.take(plan, results)
         for row, result in zip(told, results, strict=True):
             row.append(result.logprobs)
+    return compare(config, weights, rows, told, [None] * NUM_ROWS)
+
+
+def compare(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    rows: Rows,
+    told: Sequence[Sequence[Any]],
+    experts: Sequence[Experts | None],
+) -> dict[str, float]:
+    """``told``: of each row's tokens the log-probabilities. Against the reference, row by row."""
     ids, found, drawn, expected = [], [], [], []
-    for choice, slot, row in zip(rows.choices, slots, told, strict=True):
-        lora = None if slot < 0 else adapter(config, slot)
-        logits = plain_logits(config, weights, choice.token_ids[:-1], lora)[choice.num_prompt_tokens - 1 :]
+    for choice, row, of_row in zip(rows.choices, told, experts, strict=True):
+        lora = None if choice.adapter_slot < 0 else adapter(config, choice.adapter_slot)
+        logits = plain_logits(config, weights, choice.token_ids[:-1], lora, of_row)[choice.num_prompt_tokens - 1 :]
         expected.append(list(logits.log_softmax(-1).cpu()))
         drawn.append([torch.tensor(one.token_id) for one in row])
         ids.append([torch.tensor([token for token, _ in one.top]) for one in row])
@@ -274,11 +298,32 @@ def check_what_is_added_on_its_way_keeps_what_rows_and_adapters_are_promised() -
     return check_logits_are_those_of_the_reference("tiny_qwen")
 
 
+def check_no_step_launches_what_was_not_rehearsed() -> dict[str, float]:
+    """Prompts of all sizes, some too large for a graph, and decodes of all kinds between them."""
+    bench = Bench("tiny", torch.device("cuda"), 8, small=True, max_step_tokens=4096, context_tokens=8192)
+    assert isinstance(bench.runner, CudaRunner)
+    rehearsed: set[Job] = set()
+    launched: set[Job] = set()
+    with rehearsal(rehearsed.add):
+        bench.runner.rehearse()
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **noted: launched.add(
+        (fn.module, fn.name, noted["compile"]["specialization_data"])
+    )
+    draw = random.Random(1)
+    for number in range(60):
+        sampling = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1} if number % 3 else {"logprobs": 3}
+        bench.add(draw.choice((draw.randrange(1, 20), draw.randrange(20, 4000))), 30, f"a{number % 8}", **sampling)
+    bench.drain()
+    knobs.runtime.jit_post_compile_hook = None
+    assert launched <= rehearsed, launched - rehearsed
+    return {"rehearsed": len(rehearsed), "launched": len(launched)}
+
+
 def all_checks() -> dict[str, Callable[[], object]]:
     """By name: these, and those of the files beside."""
-    from ops.bench import gpu_prefix_checks  # made of what stands here
+    from ops.bench import gpu_moe_checks, gpu_prefix_checks  # made of what stands here
 
-    known = {**globals(), **vars(gpu_engine_bits), **vars(gpu_prefix_checks)}
+    known = {**globals(), **vars(gpu_engine_bits), **vars(gpu_prefix_checks), **vars(gpu_moe_checks)}
     return {name: check for name, check in known.items() if name.startswith("check_")}
 
 

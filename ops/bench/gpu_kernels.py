@@ -1,7 +1,7 @@
 """The Triton kernels on one GPU: first whether they are right, then how fast, beside floors, peers and what we want.
 
     python3 -m ops.bench.gpu_kernels [--out FOLDER] [--checks NAMES] [--match CASES] [--no-variants]
-        [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised,shapes]
+        [--only checks,ceilings,decode,prefill,lora,lora_step,norm,quantised,moe,shapes]
 
 Needs torch with CUDA and triton, nothing else of the project. Checks, and a first run of every launch that is timed
 later, go in processes beside each other (Triton's compiler takes one core each); the timing then has the GPU alone.
@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised", "shapes")
+SECTIONS = ("decode", "prefill", "lora", "lora_step", "norm", "quantised", "moe", "shapes")
 MOST_PROCESSES = 14
 TIMED_S = {
     "decode": 110,
@@ -31,6 +31,7 @@ TIMED_S = {
     "lora_step": 110,
     "norm": 25,
     "quantised": 140,
+    "moe": 90,
     "shapes": 60,
 }  # at most; what is left out is said
 
@@ -87,7 +88,7 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
         jobs += [
             (name, ["--check", name]) for name in all_checks() if name.startswith(tuple(options.checks.split(",")))
         ]
-    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 8, "shapes": 4}
+    parts = {"decode": 2, "prefill": 1, "lora": 4, "lora_step": 3, "norm": 1, "quantised": 8, "moe": 4, "shapes": 4}
     for section in set(SECTIONS) & set(chosen):
         for part in range(parts[section]):
             flags = ["--match", options.match, *(["--no-variants"] if options.no_variants else [])]
@@ -111,9 +112,17 @@ def beside_each_other(chosen: list[str], options: argparse.Namespace) -> dict[st
 
 
 def all_checks() -> dict[str, Callable[[], None]]:
-    from ops.bench.gpu import cases_quantised, checks, checks_captured, checks_lora, checks_lora_way, checks_small
+    from ops.bench.gpu import (
+        cases_quantised,
+        checks,
+        checks_captured,
+        checks_lora,
+        checks_lora_way,
+        checks_moe,
+        checks_small,
+    )
 
-    parts = (checks, checks_captured, checks_lora, checks_lora_way, cases_quantised, checks_small)
+    parts = (checks, checks_captured, checks_lora, checks_lora_way, cases_quantised, checks_moe, checks_small)
     return {name: check for part in parts for name, check in part.CHECKS.items()}
 
 
@@ -159,13 +168,14 @@ def jobs_of(section: str, match: str, variants_too: bool) -> list[tuple[str, Cha
     from ops.bench.gpu.cases_captured import captured_cases, sampling_cases
     from ops.bench.gpu.cases_lora import lora_step_cases
     from ops.bench.gpu.cases_lora_way import lora_way_cases
+    from ops.bench.gpu.cases_moe import moe_cases
     from ops.bench.gpu.cases_quantised import quantised_cases
     from ops.bench.gpu.cases_shapes import shape_cases
     from ops.bench.gpu.changes import other_rows
     from ops.bench.gpu.variants import variants
 
     kinds = (
-        cases, captured_cases, sampling_cases, lora_step_cases, lora_way_cases, quantised_cases, shape_cases,
+        cases, captured_cases, sampling_cases, lora_step_cases, lora_way_cases, quantised_cases, moe_cases, shape_cases,
     )  # fmt: skip
     found = [case for kind in kinds for case in kind() if re.search(match, case.name)]
     own = {case.name: case for case in found if case.section == section}

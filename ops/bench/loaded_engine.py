@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from engine.build import begin_compilers, make_runner
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.gpu.runner import CudaRunner
 from engine.gpu.shapes import ONE_SHAPE, in_one_shape
 from engine.models.decoder import Decoder
-from engine.runner import Runner
+from engine.phases import Phases
 from engine.wire import Flow, SamplingParams, Submit, pack_ids
 from ops.bench.random_model import random_adapter, random_decoder
 
@@ -34,6 +34,7 @@ class Bench:
     ) -> None:
         begin = time.perf_counter()
         self.shape, self.device, self.small = shape, device, small
+        compilers = begin_compilers(device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.decoder = decoder or random_decoder(shape, device, dtype)
         self.sizes = EngineConfig(
@@ -48,14 +49,10 @@ class Bench:
         self.sizes = replace(self.sizes, **sizes)
         if deterministic:
             self.sizes = in_one_shape(replace(self.sizes, max_step_tokens=ONE_SHAPE, deterministic=True))
-        self.runner = (
-            CudaRunner(self.decoder, self.sizes) if device.type == "cuda" else Runner(self.decoder, self.sizes)
-        )
-        self.engine = Engine(self.sizes, self.runner)
         self.sync()
         self.loaded_s = time.perf_counter() - begin
-        if isinstance(self.runner, CudaRunner):
-            self.runner.warm()
+        self.runner = make_runner(self.decoder, self.sizes, Phases(), compilers)
+        self.engine = Engine(self.sizes, self.runner)
         self.number = 0
         self.step_ms: list[float] = []
         self.sync()

@@ -69,24 +69,46 @@ class AlertFold:
         for row in (await connection.execute(_WATCHED, {"tenant_ids": sorted(spent)})).all():
             tenant = _Watched(*row)
             if tenant.limit_picousd is not None:
-                await _alert_of_budget(session, tenant, tenant.limit_picousd, spent[tenant.tenant_id])
+                await _alert_of_budget(session, tenant, spent[tenant.tenant_id])
             if tenant.is_prepaid:
                 await _alert_of_credit(session, tenant)
 
 
-async def _alert_of_budget(
-    session: AsyncSession, tenant: _Watched, limit: int, spent: Sequence[tuple[int, int]]
-) -> None:
+async def alert_of_limits(session: AsyncSession, tenant_id: str, now_unix_ns: int) -> None:
+    """Of limits that were just changed in this transaction, by whoever has locked the tenant: what is spent already may
+    have passed them, and then no booking may ever come that says so."""
+    connection = await session.connection()
+    for row in (await connection.execute(_WATCHED, {"tenant_ids": [tenant_id]})).all():
+        tenant = _Watched(*row)
+        if tenant.limit_picousd is not None:
+            window = _window(tenant, period_of(now_unix_ns, tenant.time_zone, tenant.anchor_day))
+            _, now = await _add(session, tenant_id, window, 0)
+            await _emit_passed(session, tenant, window, 0, now)
+        if tenant.is_prepaid:
+            await _alert_of_credit(session, tenant)
+
+
+async def _alert_of_budget(session: AsyncSession, tenant: _Watched, spent: Sequence[tuple[int, int]]) -> None:
     months: dict[Period, int] = defaultdict(int)
     for unix_ns, picousd in spent:
         months[period_of(unix_ns, tenant.time_zone, tenant.anchor_day)] += picousd
     for period in sorted(months, key=lambda each: each.start_unix_ns):
-        window = Window(f"tenant@{period.label}", limit, tenant.changed_unix_ns, period)
+        window = _window(tenant, period)
         before, now = await _add(session, tenant.tenant_id, window, months[period])
-        for percent in tenant.alerts:
-            if before * 100 < percent * limit <= now * 100 or (limit == 0 and before == 0):
-                data = {"period": period.label, "percent": percent, "limit_picousd": limit, "spent_picousd": now}
-                await emit(session, tenant.tenant_id, "budget.alert", data, once=f"{period.label}/{percent}")
+        await _emit_passed(session, tenant, window, before, now)
+
+
+def _window(tenant: _Watched, period: Period) -> Window:
+    return Window(f"tenant@{period.label}", tenant.limit_picousd, tenant.changed_unix_ns, period)
+
+
+async def _emit_passed(session: AsyncSession, tenant: _Watched, window: Window, before: int, now: int) -> None:
+    limit, label = tenant.limit_picousd, window.period.label
+    assert limit is not None
+    for percent in tenant.alerts:
+        if before * 100 < percent * limit <= now * 100 or (limit == 0 and before == 0 < now):
+            data = {"period": label, "percent": percent, "limit_picousd": limit, "spent_picousd": now}
+            await emit(session, tenant.tenant_id, "budget.alert", data, once=f"{label}/{percent}")
 
 
 async def _alert_of_credit(session: AsyncSession, tenant: _Watched) -> None:

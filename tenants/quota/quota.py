@@ -11,8 +11,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tenants.errors import InvalidValue, ReservationClosed, SpendUnknown, StoreUnavailable
+from tenants.patience import patience
 from tenants.quota.budgets import KEPT_MS, Spend, Window
-from tenants.quota.script import Answer, Script
+from tenants.quota.line import Answer
+from tenants.quota.script import Script
 
 LimitName: TypeAlias = Literal["requests_per_minute", "tokens_per_minute", "concurrent_requests", "spend"]
 SettleKind: TypeAlias = Literal["exact", "at_least", "void"]
@@ -119,6 +121,10 @@ class Quota:
         self._deadline_s = deadline_s
         self._clock_ms = clock_ms
         self._script = Script(redis, _SCRIPT, deadline_s)
+
+    def close(self) -> None:
+        """Ends its connection to the store; ``redis`` is its caller's."""
+        self._script.close()
 
     async def reserve(self, reservation: Reservation) -> Admitted | Refused:
         """All scopes or none. Asking again for the same (request_id, attempt) takes nothing more.
@@ -252,7 +258,7 @@ class Quota:
 
     async def _in_time(self, answer: Awaitable[_T]) -> _T:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with patience(self._deadline_s):
                 return await answer
         except (RedisError, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"the store failed: {type(error).__name__}") from error

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from redis import Redis
 
@@ -144,6 +145,33 @@ def test_fifty_callers_over_two_gateways_never_pass_a_spend_limit_by_one_unit_al
         assert eventually(lambda: spent(served, key) == 60 * price)
         (window,) = list(redis.scan_iter(match="tn:q2:*:s:tenant@*"))
         assert int(redis.hget(window, "n") or 0) == 60 * price
+
+
+def test_a_database_that_is_connected_and_silent_is_a_503_in_time_and_what_needs_none_is_served(installation, postgres):
+    served = installation.served
+    key = served.new_tenant("silent", tokens_per_minute=100_000)
+    assert [complete(served, key).status_code for _ in range(16)] == [200] * 16  # both gateways know the key
+    assert complete(served, key, model="nobody").status_code == 404
+
+    def once() -> httpx.Response:
+        with served.http(key) as http:
+            return http.post("/completions", json=BODY, headers={"idempotency-key": "silent"})
+
+    def models() -> httpx.Response:
+        with served.http(key) as http:
+            return http.get("/models")
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with postgres.frozen():
+            waiting = [pool.submit(each) for each in (once, models, lambda: complete(served, key, model="nobody"))]
+            needless = [complete(served, key).status_code for _ in range(8)]
+            refused = [each.result(60) for each in waiting]
+        eventually(lambda: once().status_code == 200)
+
+    assert needless == [200] * 8
+    assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(503, "store_unavailable")] * 3
+    assert all("retry-after" in each.headers for each in refused)
+    assert complete(served, key, model="nobody").status_code == 404
 
 
 def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(installation: Installation, postgres):

@@ -7,6 +7,7 @@ import pytest
 
 from ops.bench import gpu_engine_bits
 from ops.bench import gpu_engine_checks as checks
+from ops.bench import gpu_moe_checks as moe_checks
 from ops.bench import gpu_prefix_checks as prefix_checks
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +18,7 @@ def test_bf16_logits_are_within_the_bound_of_the_fp32_reference_and_agree_on_the
     checks.check_logits_are_those_of_the_reference(shape)
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen", "tiny_moe"])
 def test_replayed_steps_equal_launched_ones_while_the_adapters_change_in_every_step(shape: str):
     checks.check_replay_equals_launching_with_changing_adapters(shape)
 
@@ -43,6 +44,15 @@ def test_groups_replayed_launched_and_repeated_have_the_same_bits_and_change_nob
     prefix_checks.check_groups_are_the_same_replayed_launched_and_repeated()
 
 
-@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen", "tiny-int8", "tiny-block"])
+@pytest.mark.parametrize("shape", ["tiny", "tiny_qwen", "tiny_moe", "tiny-int8", "tiny-block"])
 def test_a_deterministic_engine_gives_a_request_its_bits_in_whatever_steps_it_is_computed(shape: str):
     gpu_engine_bits.check_deterministic_requests_have_their_bits_in_whatever_steps(shape)
+
+
+def test_logits_with_experts_are_within_the_bound_of_the_fp32_reference():
+    moe_checks.check_logits_with_experts_are_those_of_the_reference()
+
+
+def test_experts_of_replayed_steps_are_those_of_launched_ones_and_only_tokens_count():
+    moe_checks.check_experts_of_replayed_steps_are_those_of_launched_ones()
+    moe_checks.check_steps_that_are_filled_up_count_their_tokens_only()

@@ -8,7 +8,7 @@ from tests.served import parse_metrics
 
 METRICS = """# TYPE tenora_fallbacks counter
 tenora_fallbacks_total{kind="graph",reason="too_many_sequences",model="tiny"} 0
-tenora_fallbacks_total{kind="graph",reason="experts",model="moe"} 7
+tenora_fallbacks_total{kind="graph",reason="head_size",model="moe"} 7
 tenora_fallbacks_total{kind="kernel",reason="head_size",model="tiny"} 2
 tenora_fallbacks_total{kind="kernel",reason="head_size",model="other"} 1
 tenora_fallbacks_total{kind="store",reason="away"} 5
@@ -17,11 +17,11 @@ tenora_batch_shape_total{bucket="decode 8",model="tiny"} 30
 """
 
 
-def test_steps_without_their_kernels_are_found_experts_counted_and_the_gateways_left_out():
+def test_steps_without_their_kernels_are_found_and_the_gateways_left_out():
     samples = parse_metrics(METRICS)
 
-    assert fallbacks.unmeant(samples) == {"kernel head_size": 3}
-    assert fallbacks.counted(samples) == {"graph too_many_sequences": 0, "graph experts": 7, "kernel head_size": 3}
+    assert fallbacks.unmeant(samples) == {"graph head_size": 7, "kernel head_size": 3}
+    assert fallbacks.counted(samples) == {"graph too_many_sequences": 0, "graph head_size": 7, "kernel head_size": 3}
     assert fallbacks.steps(samples) == {"decode 8": 30}
 
 

@@ -16,6 +16,7 @@ from gateway.views.rows import Body, limits_of, listed, tenant_body
 from tenants.audit_log import Change
 from tenants.deletion import delete_tenant
 from tenants.limits import TENANT_LIMITS
+from tenants.quota.alerts import alert_of_limits
 from tenants.repositories import TenantRepository
 from tenants.tables import Tenant
 
@@ -91,7 +92,9 @@ class Tenants(Controller):
         async def work(session) -> tuple[Body, Change]:
             tenants = TenantRepository(session)
             before = tenant_body(await tenants.lock(tenant_id))
-            return _changed("tenant.set_limits", await tenants.set_limits(tenant_id, data), before)
+            tenant = await tenants.set_limits(tenant_id, data)
+            await alert_of_limits(session, tenant_id, time.time_ns())
+            return _changed("tenant.set_limits", tenant, before)
 
         return (await change(request, work))["limits"]
 

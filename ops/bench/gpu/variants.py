@@ -5,6 +5,7 @@ import json
 from kernels.tiles import CONFIGS
 from ops.bench.gpu.cases_shapes import shape_cases
 from ops.bench.gpu.changes import Rows
+from ops.bench.gpu.variants_moe import moe_variants
 from ops.bench.gpu.variants_quantised import quantised_variants
 
 
@@ -24,6 +25,7 @@ def variants() -> dict[str, list[Variant]]:
         "lora_step": _lora_step(),
         "norm": _norm(),
         "quantised": quantised_variants(),
+        "moe": moe_variants(),
     }
     return {**found, "shapes": _shapes()}
 

@@ -25,6 +25,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import tiles
+from kernels.moe import RoutingRule
+from kernels.moe import triton_kernel as moe_kernel
+from kernels.moe import triton_plan as moe_plan
+from kernels.moe import triton_route as moe_route
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
 from kernels.paged_attention import triton_kernel as attention_kernel
 from kernels.qk_rope_kv import HeadNorms
@@ -39,6 +43,7 @@ from kernels.sampling import SamplingRows
 from kernels.sampling import triton_kernel as sampling_kernel
 from kernels.sgmv import LoraSlice, PartialLow, plan_sgmv
 from kernels.sgmv import triton_kernel as sgmv_kernel
+from kernels.sgmv.captured import CapturedSgmv, segment_numbers
 from kernels.silu_mul import triton_kernel as silu_mul_kernel
 from kernels.silu_mul import triton_low as silu_low_kernel
 from kernels.store_kv import triton_kernel as store_kv_kernel
@@ -53,7 +58,7 @@ POINTERS = {
     torch.int8: "*i8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
 Launch = tuple[JITFunction, dict[str, Any]]
 
 
@@ -77,13 +82,15 @@ def compile_launch(kernel: JITFunction, given: dict[str, Any]) -> Any:
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         is_tensor = isinstance(value, torch.Tensor)
         signature[parameter.name] = (
             POINTERS[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
         )
+        if parameter.do_not_specialize:
+            continue
         if not isinstance(value, float) and (value.data_ptr() if is_tensor else value) % 16 == 0:
             attributes[number,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -187,6 +194,7 @@ def shrunk(
     dtype: torch.dtype = torch.bfloat16,
     *,
     num_slots: int = 1,
+    is_captured: bool = False,
 ) -> PartialLow:
     slices, start = [], 0
     for size_out in sizes_out:
@@ -194,6 +202,9 @@ def shrunk(
         slices.append(LoraSlice(a, b, (rank,) * num_slots, start))
         start += size_out
     x = torch.zeros(num_rows, size_in, dtype=dtype)
+    if is_captured:
+        memory = torch.zeros(segment_numbers(num_rows), dtype=torch.int32)
+        return sgmv_kernel.shrink(x, slices, CapturedSgmv(memory, num_rows, 0))
     return sgmv_kernel.shrink(x, slices, plan_sgmv([row % num_slots for row in range(num_rows)], x.device))
 
 
@@ -205,8 +216,9 @@ def lora(
     dtype: torch.dtype = torch.bfloat16,
     *,
     num_slots: int = 1,
+    is_captured: bool = False,
 ) -> None:
-    part = shrunk(num_rows, size_in, sizes_out, rank, dtype, num_slots=num_slots)
+    part = shrunk(num_rows, size_in, sizes_out, rank, dtype, num_slots=num_slots, is_captured=is_captured)
     y = torch.zeros(num_rows, sum(sizes_out), dtype=dtype)
     sgmv_kernel.expand(y, part)
     if sizes_out == GATE_UP:
@@ -294,6 +306,11 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for num_rows in (4, 64, 512, 2048):
         for rank in (16, 32, 64, 128):
             yield f"lora T={num_rows} r={rank}", lambda n=num_rows, r=rank: lora(n, 4096, (4096, 1024, 1024), r)
+    for rank in (16, 64, 256):
+        yield (
+            f"captured lora T=1024 r={rank}",
+            lambda r=rank: lora(1024, 4096, (4096, 1024, 1024), r, is_captured=True),
+        )
     for num_rows in (64, 512, 2048):
         yield f"fp32, lora T={num_rows} r=128", lambda n=num_rows: lora(n, 4096, (4096,), 128, torch.float32)
     for num_rows in (4, 64, 256):
@@ -324,6 +341,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         logits = torch.zeros(64, 128_256, dtype=dtype)
         yield f"highest {dtype}", lambda logits=logits: sampling_kernel.highest(logits, tokens)
     yield from quantised_cases()
+    yield from moe_cases()
     yield "lora of odd sizes", lambda: lora(64, 97, (41,), 16)
 
 
@@ -342,6 +360,42 @@ def quantised_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 x = normal(num_rows, sizes[1])
                 yield f"{label} T={num_rows}", lambda x=x, weight=weight: quantised_kernel.quantised_linear(x, weight)
             yield f"{label} widened", lambda weight=weight: widen_kernel.widened(weight, 0, 14336, torch.bfloat16)
+
+
+def moe_step(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, is_padded: bool) -> None:
+    num_experts, top_k, hidden, inner = sizes
+    ids = torch.zeros(num_rows, top_k, dtype=torch.int32)
+    weights = moe_route.route(torch.zeros(num_rows, num_experts, dtype=dtype), top_k, RoutingRule(), ids)
+    counter = torch.zeros(1, dtype=torch.int32) if is_padded else None
+    plan = moe_plan.plan_experts(ids, num_experts, torch.zeros(num_experts, dtype=torch.int64), counter)
+    gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)  # never touched
+    down = torch.empty(num_experts, hidden, inner, dtype=dtype)
+    between = moe_kernel.grouped_silu_mul(torch.empty(num_rows, hidden, dtype=dtype), gate_up, plan)
+    moe_route.combine(moe_kernel.grouped_linear(between, down, plan), weights, plan)
+
+
+def moe_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """A step of each row of the tables."""
+    for name, sizes, numbers in (
+        ("Qwen3-30B-A3B", (128, 8, 2048, 768), (1, 64, 256, 512, 1024)),
+        ("Mixtral", (8, 2, 4096, 14336), (16, 64, 128, 256)),
+        ("upcycled SmolLM2", (8, 2, 576, 1536), (16, 64, 128, 256)),
+        ("Qwen1.5-MoE-A2.7B", (60, 4, 2048, 1408), (64, 256, 512, 1024)),
+    ):
+        for num_rows in numbers:
+            yield (
+                f"experts of {name} T={num_rows}",
+                lambda n=num_rows, sizes=sizes: moe_step(n, sizes, torch.bfloat16, is_padded=True),
+            )
+    yield (
+        "experts by hand of Qwen3-30B-A3B T=4096",
+        lambda: moe_step(4096, (128, 8, 2048, 768), torch.bfloat16, is_padded=False),
+    )
+    for num_rows in (16, 1024):
+        yield (
+            f"fp32, experts T={num_rows}",
+            lambda n=num_rows: moe_step(n, (8, 2, 576, 1536), torch.float32, is_padded=True),
+        )
 
 
 _known: dict[str, dict[str, int]] = {}

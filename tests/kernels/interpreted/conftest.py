@@ -38,7 +38,7 @@ def _fresh_memory_is_nan(monkeypatch):
 
     def poisoned(*shape, **options):
         fresh = empty(*shape, **options)
-        return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+        return fresh.fill_(float("nan") if fresh.is_floating_point() else torch.iinfo(fresh.dtype).max)
 
     monkeypatch.setattr(torch, "empty", poisoned)
 

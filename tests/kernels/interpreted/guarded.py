@@ -3,6 +3,7 @@ that runs the case."""
 
 import ctypes
 import mmap
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -108,6 +109,20 @@ def _paged_attention() -> None:
         triton_kernel.paged_attention(guarded(torch.randn(starts[-1], 6, 24)), *caches, plan, 0.2)
 
 
+def _moe() -> None:
+    from kernels.moe import RoutingRule, triton_kernel, triton_plan, triton_route
+
+    x, gate_up, down = (guarded(torch.randn(*shape)) for shape in ((5, 97), (7, 82, 97), (7, 97, 41)))
+    ids = guarded(torch.zeros(5, 3, dtype=torch.int32))
+    weights = guarded(triton_route.route(guarded(torch.randn(5, 7)), 3, RoutingRule(), ids))
+    for num_tokens in (None, guarded(torch.tensor([4], dtype=torch.int32))):
+        plan = triton_plan.plan_experts(ids, 7, guarded(torch.zeros(7, dtype=torch.int64)), num_tokens)
+        kept = replace(plan.tiled, places=guarded(plan.tiled.places), table=guarded(plan.tiled.table))
+        plan = replace(plan, pairs=guarded(plan.pairs), tiled=kept)
+        inner = guarded(triton_kernel.grouped_silu_mul(x, gate_up, plan))
+        triton_route.combine(guarded(triton_kernel.grouped_linear(inner, down, plan)), weights, plan)
+
+
 def _past_an_end() -> None:
     from kernels.store_kv import triton_kernel
 
@@ -128,6 +143,7 @@ CASES = {
         _silu_low,
         _rope_low,
         _paged_attention,
+        _moe,
         _past_an_end,
     )
 }

@@ -543,14 +543,14 @@ def test_a_device_tells_its_fallbacks_and_how_much_of_its_memory_it_used():
     driver = Driver(engine)
     driver.add(submit("r", PROMPT, 4, ignore_eos=True))
     counters.num_bytes += 700
-    counters.fallbacks["graph", "experts"] += 2
+    counters.fallbacks["graph", "too_many_sequences"] += 2
     counters.shapes["decode 8"] += 3
     counters.num_grouped += 5
 
     driver.run()
 
     told = values(engine)
-    assert told["tenora_fallbacks_total", "kind=graph,reason=experts"] == 2
+    assert told["tenora_fallbacks_total", "kind=graph,reason=too_many_sequences"] == 2
     assert told["tenora_fallbacks_total", "kind=kernel,reason=head_size"] == 0
     assert told["tenora_batch_shape_total", "bucket=decode 8"] == 3
     assert told["tenora_grouped_decodes_total", ""] == 5

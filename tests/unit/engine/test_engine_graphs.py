@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.gpu.decode_graphs import BlockTables, Layout, Step, graph_bytes, graph_kinds
+from engine.gpu.decode_graphs import BlockTables, Layout, Step, graph_bytes, graph_kinds, resolve
 from engine.gpu.shapes import in_one_shape, shapes_of
 from engine.scheduler import Chunk
 from engine.sequence import PENDING, Sequence
 from kernels.paged_attention import DecodeShape, PrefixGroup
 from kernels.paged_attention.work import Launch
 from tests.tiny import tiny_config
+from tests.tiny_moe import MOE
 from tests.tiny_steps import make_sequence
 
 CPU = torch.device("cpu")
@@ -38,8 +39,9 @@ def filled(chunks: list[Chunk], ahead: dict[int, int]) -> tuple[Layout, list[np.
 def test_a_step_stands_in_memory_and_what_is_left_over_reads_and_writes_nothing():
     chunks = [decode(1, [5, 6, 7], [3], slot=2), decode(2, [1, 2, 3, 4, PENDING], [8, 6])]
 
-    _, (tokens, positions, mapping, *_) = filled(chunks, {2: 5})
+    _, (tokens, positions, mapping, count, *_) = filled(chunks, {2: 5})
 
+    assert count.tolist() == [2]
     assert tokens.tolist() == [7, ~5, 0, 0]
     assert positions.tolist() == [2, 4, 0, 0]
     assert mapping.tolist() == [3 * 4 + 2, 6 * 4, -1, -1]
@@ -55,6 +57,7 @@ def test_a_batch_over_the_memory_sees_the_step_that_stands_there():
     layout.fill(parts, Step([decode(1, [5, 6, 7], [3], slot=2)], {}), EMPTY_SLOT, with_lora=True)
 
     assert batch.token_ids.tolist() == [7, 0, 0, 0]
+    assert batch.num_tokens.tolist() == [1]
     assert batch.attention.work.contexts.tolist() == [3, 0, 0, 0]
 
 
@@ -153,6 +156,28 @@ def test_graphs_are_reckoned_with_the_partial_results_of_groups():
     few, more = (graph_bytes(tiny_config(), config(deterministic=alone), CPU) for alone in (True, False))
 
     assert more > few + 12 * (6 << 20)
+
+
+def test_the_token_that_the_step_ahead_draws_is_found_and_nothing_else_of_a_step_changes():
+    layout = Layout(DecodeShape(4, 64, 4, 4, 2, CPU))
+    memory = torch.zeros(layout.length, dtype=torch.int32)
+    batch = layout.batch(memory, torch.zeros(4, 16, dtype=torch.int32), EMPTY_SLOT, 16)
+    layout.fill([memory.numpy()[place] for place in layout.places], Step([decode(1, [5, PENDING], [3])], {1: 2}),
+                EMPTY_SLOT, with_lora=False)  # fmt: skip
+
+    known = resolve(batch, torch.tensor([11, 12, 13]))
+
+    assert known.token_ids.tolist() == [13, 0, 0, 0]
+    assert known == replace(batch, token_ids=known.token_ids)
+
+
+def test_graphs_are_reckoned_with_what_experts_hand_each_other():
+    dense, moe = replace(MOE["mixtral"], moe=None), MOE["mixtral"]
+    most = shapes_of(config()).tokens[-1]
+
+    more = graph_bytes(moe, config(), CPU) - graph_bytes(dense, config(), CPU)
+
+    assert more == most * moe.moe.top_k * (moe.moe.intermediate_size + moe.hidden_size) * 4
 
 
 def test_an_engine_has_a_graph_for_each_kind_of_step():

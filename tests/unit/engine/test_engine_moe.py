@@ -256,6 +256,22 @@ def test_a_sequence_pays_alone_for_the_experts_that_it_alone_wakes_and_a_part_of
     )
 
 
+def test_experts_kept_where_captured_steps_leave_them_are_those_of_the_last_step(config):
+    engines = make_engine(config), make_engine(config)
+    engines[1]._runner._model.keep_choices(64)
+    for engine in engines:
+        for number in range(3):
+            engine.add(submit(f"r{number}", prompt_of(3 + number, number)))
+
+    for num_tokens in (12, 3, 3):
+        uses = []
+        for engine in engines:
+            engine.step()
+            uses.append(engine._runner._model.expert_uses(torch.arange(num_tokens), num_tokens))
+        assert torch.equal(*uses)
+        assert uses[0].sum() == num_tokens * config.moe.top_k * len(config.moe.layers)
+
+
 def test_the_load_of_experts_is_told_in_the_metrics(config):
     engine = make_engine(config)
     families = {family.name: family for family in engine.stats.families()}

@@ -28,17 +28,16 @@ def test_attention_has_a_kernel_up_to_so_many_bytes_of_a_head(head_dim, dtype, e
     assert without_kernel(of_head_size(head_dim), dtype) == expected
 
 
-def test_experts_have_none():
-    assert without_kernel(MOE["mixtral"], BF16) == ("experts",)
+def test_experts_have_theirs():
+    assert without_kernel(MOE["mixtral"], BF16) == ()
 
 
 def test_one_line_names_all_of_it(caplog):
-    warn_of(("head_size", "experts"))
+    warn_of(("head_size",))
 
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "attention" in record.message
-    assert "experts" in record.message
     assert "tenora_fallbacks_total" in record.message
 
 
@@ -49,8 +48,8 @@ def test_nothing_is_said_of_a_model_with_all_its_kernels(caplog):
 
 
 def test_what_is_told_is_what_is_counted():
-    for model, dtype in ((of_head_size(256), FLOAT), (MOE["mixtral"], BF16)):
-        assert {("kernel", reason) for reason in without_kernel(model, dtype)} <= set(FALLBACKS)
+    reasons = without_kernel(of_head_size(256), FLOAT)
+    assert {(kind, reason) for kind in ("kernel", "graph") for reason in reasons} <= set(FALLBACKS)
 
 
 def options(**changes: object) -> Options:
@@ -76,7 +75,10 @@ def test_a_deterministic_engine_on_a_cpu_has_the_sizes_of_any_other():
     assert step_sizes(options(), tiny_config(), FLOAT, torch.device("cpu")).max_step_tokens == 512
 
 
-@pytest.mark.parametrize(("model", "dtype"), [(MOE["mixtral"], BF16), (of_head_size(256), FLOAT)])
-def test_a_deterministic_engine_of_what_has_no_kernel_does_not_start(model, dtype):
+def test_a_deterministic_engine_of_what_has_no_kernel_does_not_start():
     with pytest.raises(ValueError, match="--deterministic"):
-        step_sizes(options(), model, dtype, torch.device("cuda"))
+        step_sizes(options(), of_head_size(256), FLOAT, torch.device("cuda"))
+
+
+def test_a_deterministic_engine_may_have_experts():
+    assert step_sizes(options(), MOE["mixtral"], BF16, torch.device("cuda")).deterministic

@@ -41,7 +41,7 @@ def test_each_request_around_a_price_change_has_the_price_of_its_admission(tmp_p
         with ThreadPoolExecutor(8) as pool:
             asking = [pool.submit(ask_until_it_is_over) for _ in range(8)]
             eventually(lambda: len(rows(house, key, RequestRecord)) >= 8)
-            midnight = (time.time_ns() // SECOND + 2) * SECOND
+            midnight = (time.time_ns() // SECOND + 3) * SECOND
             old, new = house.on_loop(triple_prices(house, midnight))
             eventually(lambda: time.time_ns() > midnight)
             is_over.set()

@@ -329,6 +329,24 @@ def locked_ledger(house: House) -> Iterator[None]:
         lock.close()
 
 
+def test_a_gateway_that_stood_still_while_it_booked_does_not_take_the_ledger_for_away(spending: House, monkeypatch):
+    key, books = spending.new_tenant("stood-still"), spending.parts.pipeline.admission.books
+    real, seen = type(books.ledger).post, []
+
+    async def post(ledger, *arguments):
+        time.sleep(0.3)  # what a busy machine does to a process
+        seen.append(books.is_stuck)
+        return await real(ledger, *arguments)
+
+    monkeypatch.setattr("gateway.settlement.STUCK_S", 0.2)
+    monkeypatch.setattr(type(books.ledger), "post", post)
+    with spending.http(key) as http:
+        assert http.post("/completions", json=BODY).status_code == 200
+        eventually(lambda: billed(spending, key) == PRICE)
+    assert seen
+    assert not any(seen)
+
+
 def test_without_a_ledger_money_stops_at_once_and_others_when_enough_is_owed(spending: House, monkeypatch):
     limited = spending.new_tenant("no-ledger", spend_limit_picousd_per_month=9 * PRICE)
     free = spending.new_tenant("no-ledger-free")

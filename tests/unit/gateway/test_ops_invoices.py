@@ -205,9 +205,8 @@ def test_a_tenant_sees_what_was_given_back_of_its_own_invoices_and_nobody_elses(
             card = (await RateCardRepository(session).list_all())[-1]
         await book(database, enormous(house.tenants[key], card, instant("2026-01-20")))
         issued = await issue(database, house.tenants[key], "2026-01")
-        async with database.session() as session:
+        async with database.transaction() as session:
             note = await CreditNoteRepository(session).issue(issued, {1: 25}, "outage", instant("2026-02-02"))
-            await session.commit()
             return issued.invoice.invoice_id, note.credit_note_id
 
     invoice_id, note_id = house.on_loop(make())

@@ -4,11 +4,14 @@ import asyncio
 import socket
 
 import pytest
+from sqlalchemy import exc as failures
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlmodel import select
 
-from tenants.database import DEAD_PEER_S, Database
-from tests.stores import PostgresServer
+from tenants.database import DEAD_PEER_S, Database, in_time
+from tenants.tables import Tenant
+from tests.stores import PostgresServer, postgres_server
 
 
 def asked(url: str, question: str) -> str:
@@ -53,6 +56,39 @@ def test_an_error_that_a_log_may_show_has_no_values_of_its_statement(with_databa
     with_database(body)
 
 
+def test_a_session_for_reading_commits_nothing(with_database):
+    async def body(database: Database):
+        async with database.session() as session:
+            await session.exec(select(Tenant))
+            with pytest.raises(TypeError, match="transaction"):
+                await session.commit()
+
+    with_database(body)
+
+
+def test_who_asks_sqlite_gets_the_connection_that_was_used_last(tmp_path):
+    async def main() -> set[int]:
+        database = Database(f"sqlite:///{tmp_path / 'a.db'}")
+        await database.start()
+
+        async def connection_of(session) -> int:
+            raw = await (await session.connection()).get_raw_connection()
+            return id(raw.driver_connection)
+
+        try:
+            async with database.session() as one, database.session() as two, database.session() as three:
+                assert len({await connection_of(each) for each in (one, two, three)}) == 3
+            used = set()
+            for _ in range(6):
+                async with database.session() as session:
+                    used.add(await connection_of(session))
+            return used
+        finally:
+            await database.close()
+
+    assert len(asyncio.run(main())) == 1
+
+
 def test_a_peer_that_is_gone_without_a_word_is_found_out_in_seconds(postgres: PostgresServer):
     async def main() -> tuple[int, int, int]:
         database = Database(postgres.url("postgres"))
@@ -76,3 +112,25 @@ def test_a_private_socket_is_left_as_it_is(postgres: PostgresServer):
     url = f"postgresql://postgres@/postgres?host={postgres.folder}&port={postgres.port}"
 
     assert asked(url, "SELECT 1") == "1"
+
+
+def test_a_database_that_is_connected_and_silent_fails_in_time_for_all_who_ask_and_serves_them_again_afterwards():
+    async def ask(database: Database) -> int:
+        async with in_time(0.2), database.session() as session:
+            return len((await session.exec(select(1))).all())
+
+    async def main(server: PostgresServer) -> None:
+        database = Database(server.url("postgres"))
+        await database.start()
+        try:
+            with server.frozen():
+                async with asyncio.timeout(30):
+                    answers = await asyncio.gather(*(ask(database) for _ in range(40)), return_exceptions=True)
+            assert {type(answer) for answer in answers} == {failures.TimeoutError}
+            async with database.session() as session:
+                assert (await session.exec(select(1))).one() == 1
+        finally:
+            await database.close()
+
+    with postgres_server() as server:
+        asyncio.run(main(server))

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 
@@ -33,7 +34,8 @@ def reservation(number: int, tokens: int, *limits: Limits, tenant_id: str = "ten
 def run_with_quota(with_redis, scenario):
     async def body(redis):
         clock = Clock()
-        return await scenario(Quota(redis, 30.0, clock_ms=clock), clock)
+        with closing(Quota(redis, 30.0, clock_ms=clock)) as quota:
+            return await scenario(quota, clock)
 
     return with_redis(body)
 
@@ -274,14 +276,14 @@ def test_a_running_request_is_counted_again_after_the_store_lost_everything(with
     limits = Limits(concurrent_requests=1)
 
     async def body(redis):
-        quota = Quota(redis, 30.0)
-        first = reservation(1, 1, limits)
-        await quota.reserve(first)
-        await redis.flushall()
-        await quota.renew([first])
-        assert isinstance(await quota.reserve(reservation(2, 1, limits)), Refused)
-        await quota.settle(first, 1, "exact")
-        assert isinstance(await quota.reserve(reservation(2, 1, limits)), Admitted)
+        with closing(Quota(redis, 30.0)) as quota:
+            first = reservation(1, 1, limits)
+            await quota.reserve(first)
+            await redis.flushall()
+            await quota.renew([first])
+            assert isinstance(await quota.reserve(reservation(2, 1, limits)), Refused)
+            await quota.settle(first, 1, "exact")
+            assert isinstance(await quota.reserve(reservation(2, 1, limits)), Admitted)
 
     with_redis(body)
 
@@ -316,17 +318,17 @@ def test_every_key_has_the_layout_version_and_hash_tag_and_vanishes_when_idle(wi
     limits = Limits(requests_per_minute=6, tokens_per_minute=600, concurrent_requests=3)
 
     async def body(redis):
-        quota = Quota(redis, 30.0)
-        first, second = reservation(1, 600, limits, limits), reservation(2, 0, limits)
-        await quota.reserve(first)
-        await quota.reserve(second)
-        await quota.settle(second, 5_000, "exact")
-        lifetimes = {key.decode(): await redis.pttl(key) for key in await redis.keys("*")}
-        assert len(lifetimes) == 6  # two reservations, two buckets, two sets of leases
-        assert all(key.startswith("tn:q2:{ten_a}:") for key in lifetimes)
-        assert all(lifetime > 0 for lifetime in lifetimes.values())
-        # 5 000 tokens below zero at 600 a minute take 500 s to be full again: not forgotten before twice that
-        assert lifetimes["tn:q2:{ten_a}:b:tenant"] > 900_000
+        with closing(Quota(redis, 30.0)) as quota:
+            first, second = reservation(1, 600, limits, limits), reservation(2, 0, limits)
+            await quota.reserve(first)
+            await quota.reserve(second)
+            await quota.settle(second, 5_000, "exact")
+            lifetimes = {key.decode(): await redis.pttl(key) for key in await redis.keys("*")}
+            assert len(lifetimes) == 6  # two reservations, two buckets, two sets of leases
+            assert all(key.startswith("tn:q2:{ten_a}:") for key in lifetimes)
+            assert all(lifetime > 0 for lifetime in lifetimes.values())
+            # 5 000 tokens below zero at 600 a minute take 500 s to be full again: not forgotten before twice that
+            assert lifetimes["tn:q2:{ten_a}:b:tenant"] > 900_000
 
     with_redis(body)
 
@@ -334,14 +336,14 @@ def test_every_key_has_the_layout_version_and_hash_tag_and_vanishes_when_idle(wi
 def test_without_limits_the_store_is_not_asked(tmp_path):
     async def main():
         async with Redis(unix_socket_path=str(tmp_path / "nobody")) as redis:
-            quota = Quota(redis, 0.1)
-            free = reservation(1, 10**9, Limits(), Limits())
-            assert await quota.reserve(free) == Admitted(Headroom())
-            assert await quota.extend(free, 1) is True
-            await quota.renew([free])
-            await quota.settle(free, 1, "exact")
-            with pytest.raises(StoreUnavailable):
-                await quota.reserve(reservation(1, 1, Limits(tokens_per_minute=1)))
+            with closing(Quota(redis, 0.1)) as quota:
+                free = reservation(1, 10**9, Limits(), Limits())
+                assert await quota.reserve(free) == Admitted(Headroom())
+                assert await quota.extend(free, 1) is True
+                await quota.renew([free])
+                await quota.settle(free, 1, "exact")
+                with pytest.raises(StoreUnavailable):
+                    await quota.reserve(reservation(1, 1, Limits(tokens_per_minute=1)))
 
     asyncio.run(main())
 
@@ -352,16 +354,18 @@ def test_a_store_that_does_not_answer_in_time_is_unavailable():
     async def main():
         with valkey_server() as server:
             async with Redis.from_url(server.url) as redis:
-                quota = Quota(redis, 0.25)
-                limited = reservation(1, 1, Limits(tokens_per_minute=100))
-                await redis.ping()
-                server.process.send_signal(signal.SIGSTOP)
-                for attempt in (quota.reserve(limited), quota.renew([limited]), quota.settle(limited, 1, "exact")):
-                    with pytest.raises(StoreUnavailable):
-                        await attempt
-                server.process.send_signal(signal.SIGCONT)
-                patient = Quota(redis, 30.0)
-                assert isinstance(await patient.reserve(reservation(2, 1, Limits(tokens_per_minute=100))), Admitted)
+                with closing(Quota(redis, 0.25)) as quota:
+                    limited = reservation(1, 1, Limits(tokens_per_minute=100))
+                    await redis.ping()
+                    server.process.send_signal(signal.SIGSTOP)
+                    for attempt in (quota.reserve(limited), quota.renew([limited]), quota.settle(limited, 1, "exact")):
+                        with pytest.raises(StoreUnavailable):
+                            await attempt
+                    server.process.send_signal(signal.SIGCONT)
+                    with closing(Quota(redis, 30.0)) as patient:
+                        assert isinstance(
+                            await patient.reserve(reservation(2, 1, Limits(tokens_per_minute=100))), Admitted
+                        )
 
     asyncio.run(main())
 
@@ -371,7 +375,8 @@ def test_replies_are_read_alike_whether_or_not_the_client_decodes(valkey):
         for decode in (True, False):
             async with Redis.from_url(valkey.url, decode_responses=decode) as redis:
                 await redis.flushall()
-                answer = await Quota(redis, 30.0).reserve(reservation(1, 1, Limits(tokens_per_minute=100)))
+                with closing(Quota(redis, 30.0)) as quota:
+                    answer = await quota.reserve(reservation(1, 1, Limits(tokens_per_minute=100)))
                 assert answer.headroom.remaining_tokens == 99
 
     asyncio.run(main())
@@ -442,46 +447,46 @@ def test_a_random_walk_of_2000_operations_agrees_with_the_model(with_redis):
 
     async def body(redis):
         clock = Clock()
-        quota = Quota(redis, 30.0, clock_ms=clock)
-        made: dict[str, Reservation] = {}
-        for number in range(2_000):
-            operation = rng.choice(["reserve", "reserve", "extend", "settle", "renew", "wait"])
-            name = rng.choice(sorted(model.open)) if model.open else None
-            fits = False
-            if operation == "wait" or (name is None and operation != "reserve"):
-                elapsed = rng.choice([1, 17, 400, 2_000, 9_999, 31_000])
-                clock.now_ms += elapsed
-                model.advance(elapsed)
-            elif operation == "reserve":
-                wanted = reservation(number, rng.choice([0, 1, 40, 200, 700, 800]), *limits.values())
-                fits = model.fits(1, wanted.tokens) and model.running(clock()) < model.places()
-                assert isinstance(await quota.reserve(wanted), Admitted) == fits
-                if fits:
-                    key = f"{wanted.request_id}:1"
-                    made[key] = wanted
-                    model.take(1, wanted.tokens)
-                    model.open[key], model.leases[key] = wanted.tokens, clock() + LEASE_MS
-            elif operation == "extend":
-                more = rng.choice([1, 64, 256])
-                fits = model.fits(0, more)
-                assert await quota.extend(made[name], more) == fits
-                if fits:
-                    model.take(0, more)
-                    model.open[name] += more
-            elif operation == "renew":
-                if model.leases[name] > clock():
-                    await quota.renew([made[name]])
-                    model.leases[name] = clock() + LEASE_MS
-            else:
-                kind = rng.choice(["exact", "at_least", "void"])
-                used = rng.choice([0, 1, model.open[name], model.open[name] + 300])
-                reserved = model.open.pop(name)
-                del model.leases[name]
-                charged = {"exact": used, "at_least": max(used, reserved), "void": 0}[kind]
-                model.take(-1 if kind == "void" else 0, charged - reserved)
-                for _ in range(rng.choice([1, 1, 2])):
-                    await quota.settle(made[name], used, kind)
-            await check_walk(redis, clock, model, took_something=fits and operation in ("reserve", "extend"))
+        with closing(Quota(redis, 30.0, clock_ms=clock)) as quota:
+            made: dict[str, Reservation] = {}
+            for number in range(2_000):
+                operation = rng.choice(["reserve", "reserve", "extend", "settle", "renew", "wait"])
+                name = rng.choice(sorted(model.open)) if model.open else None
+                fits = False
+                if operation == "wait" or (name is None and operation != "reserve"):
+                    elapsed = rng.choice([1, 17, 400, 2_000, 9_999, 31_000])
+                    clock.now_ms += elapsed
+                    model.advance(elapsed)
+                elif operation == "reserve":
+                    wanted = reservation(number, rng.choice([0, 1, 40, 200, 700, 800]), *limits.values())
+                    fits = model.fits(1, wanted.tokens) and model.running(clock()) < model.places()
+                    assert isinstance(await quota.reserve(wanted), Admitted) == fits
+                    if fits:
+                        key = f"{wanted.request_id}:1"
+                        made[key] = wanted
+                        model.take(1, wanted.tokens)
+                        model.open[key], model.leases[key] = wanted.tokens, clock() + LEASE_MS
+                elif operation == "extend":
+                    more = rng.choice([1, 64, 256])
+                    fits = model.fits(0, more)
+                    assert await quota.extend(made[name], more) == fits
+                    if fits:
+                        model.take(0, more)
+                        model.open[name] += more
+                elif operation == "renew":
+                    if model.leases[name] > clock():
+                        await quota.renew([made[name]])
+                        model.leases[name] = clock() + LEASE_MS
+                else:
+                    kind = rng.choice(["exact", "at_least", "void"])
+                    used = rng.choice([0, 1, model.open[name], model.open[name] + 300])
+                    reserved = model.open.pop(name)
+                    del model.leases[name]
+                    charged = {"exact": used, "at_least": max(used, reserved), "void": 0}[kind]
+                    model.take(-1 if kind == "void" else 0, charged - reserved)
+                    for _ in range(rng.choice([1, 1, 2])):
+                        await quota.settle(made[name], used, kind)
+                await check_walk(redis, clock, model, took_something=fits and operation in ("reserve", "extend"))
 
     with_redis(body)
 
@@ -494,23 +499,23 @@ def test_used_plus_reserved_never_exceeds_the_limit_with_32_concurrent_callers(v
     async def caller(number: int, server_ms) -> None:
         rng = random.Random(number)
         async with Redis.from_url(valkey.url) as redis:
-            quota = Quota(redis, 30.0)
-            for turn in range(12):
-                wanted = reservation(number * 1_000 + turn, rng.choice([10, 50, 120]), limits)
-                if not isinstance(await quota.reserve(wanted), Admitted):
-                    continue
-                out["admitted"] += 1
-                out["tokens"] += wanted.tokens
-                out["running"] += 1
-                out["most_running"] = max(out["most_running"], out["running"])
-                elapsed_ms = await server_ms()
-                assert out["tokens"] <= 1_000 + elapsed_ms * 1_000 / MINUTE + 1
-                await asyncio.sleep(0)
-                used = rng.randint(0, wanted.tokens)
-                out["running"] -= 1  # before: another may have it before we hear that ours was given back
-                out["tokens"] -= wanted.tokens - used
-                await quota.settle(wanted, used, "exact")
-                out["settled"] += 1
+            with closing(Quota(redis, 30.0)) as quota:
+                for turn in range(12):
+                    wanted = reservation(number * 1_000 + turn, rng.choice([10, 50, 120]), limits)
+                    if not isinstance(await quota.reserve(wanted), Admitted):
+                        continue
+                    out["admitted"] += 1
+                    out["tokens"] += wanted.tokens
+                    out["running"] += 1
+                    out["most_running"] = max(out["most_running"], out["running"])
+                    elapsed_ms = await server_ms()
+                    assert out["tokens"] <= 1_000 + elapsed_ms * 1_000 / MINUTE + 1
+                    await asyncio.sleep(0)
+                    used = rng.randint(0, wanted.tokens)
+                    out["running"] -= 1  # before: another may have it before we hear that ours was given back
+                    out["tokens"] -= wanted.tokens - used
+                    await quota.settle(wanted, used, "exact")
+                    out["settled"] += 1
 
     async def main() -> None:
         async with Redis.from_url(valkey.url) as redis:

@@ -21,7 +21,16 @@ from tenants.key_repository import KeyRepository
 from tenants.ledger import Ledger
 from tenants.quota.wallet import WalletRepository
 from tenants.repositories import TenantRepository
-from tenants.tables import AdapterMeterHead, AdapterVersion, ApiKey, Event, Posting, UnbookedRecord, Wallet
+from tenants.tables import (
+    AdapterMeterHead,
+    AdapterVersion,
+    ApiKey,
+    Event,
+    Posting,
+    UnbookedRecord,
+    Wallet,
+    WebhookDelivery,
+)
 from tenants.webhooks import WebhookRepository
 from tests.invoicing import HOUR, book, instant, make_tenant, publish, request
 
@@ -184,5 +193,33 @@ def test_a_webhook_is_on_its_way_while_its_tenant_is_deleted(with_database, secr
 
         assert done == [None, None]
         assert await all_of(database, Event) == []
+
+    with_database(body)
+
+
+def test_events_that_came_since_are_told_of_no_endpoint_of_a_tenant_that_is_deleted(with_database, secrets):
+    async def body(database: Database) -> None:
+        tenant_id = await make_tenant(database)
+
+        async def endpoint() -> str:
+            async with database.transaction() as session:
+                made = await WebhookRepository(session, secrets).create(tenant_id, "https://example.com/hook")
+                return made.endpoint_id
+
+        first, second = await endpoint(), await endpoint()
+        while second > first:  # they lie in this order, and are locked in the other
+            first, second = second, await endpoint()
+
+        async def happens_and_is_told() -> None:
+            async with database.transaction() as session:
+                await emit(session, tenant_id, "adapter.ready", {})
+            async with database.transaction() as session:
+                await DeliveryRepository(session).tell(NOW)
+
+        held = f"SELECT 1 FROM webhook_endpoint WHERE endpoint_id = '{second}'"
+        done = await in_line(database, held, lambda: delete(database, tenant_id), happens_and_is_told)
+
+        assert done == [None, None]
+        assert await all_of(database, WebhookDelivery) == []
 
     with_database(body)

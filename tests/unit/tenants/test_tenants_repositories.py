@@ -13,7 +13,7 @@ from tenants.database import Database
 from tenants.errors import InvalidValue, LimitExceeded, NameTaken, NotFound, VersionConflict
 from tenants.key_repository import KeyRepository
 from tenants.pricing import default_prices
-from tenants.repositories import RateCardRepository, TenantRepository
+from tenants.repositories import NOTICE_NS, RateCardRepository, TenantRepository
 from tenants.tables import ApiKey
 
 
@@ -270,6 +270,20 @@ def test_several_processes_that_read_and_then_write_wait_for_each_other(database
 
 
 # ── rate cards ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_new_prices_take_effect_when_every_gateway_has_heard_of_them(with_database):
+    now = 10**18
+
+    async def body(database):
+        async with database.transaction() as session:
+            cards = RateCardRepository(session)
+            await cards.publish(default_prices(), 1, 1)
+            with pytest.raises(InvalidValue):
+                await cards.revise({}, now + NOTICE_NS - 1, now)
+            assert (await cards.revise({}, now + NOTICE_NS, now)).effective_unix_ns == now + NOTICE_NS
+
+    with_database(body)
 
 
 def test_a_rate_card_is_a_new_version_in_the_future(with_database):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -57,7 +58,8 @@ def with_quota(with_redis):
     def run(scenario):
         async def body(redis):
             clock = Clock()
-            return await scenario(Quota(redis, 30.0, clock_ms=clock), clock, redis)
+            with closing(Quota(redis, 30.0, clock_ms=clock)) as quota:
+                return await scenario(quota, clock, redis)
 
         return with_redis(body)
 
@@ -446,9 +448,12 @@ def test_fifty_callers_over_two_clients_never_pass_the_limit_by_one(valkey):
             await quota.book(ended[one.request_id], 0)
 
     async def main() -> None:
-        async with Redis.from_url(valkey.url) as first, Redis.from_url(valkey.url) as second:
+        async with Redis.from_url(valkey.url) as first, Redis.from_url(valkey.url) as second, AsyncExitStack() as stack:
             await first.flushall()
-            quotas, pause = (Quota(first, 30.0), Quota(second, 30.0)), asyncio.Event()
+            quotas, pause = (
+                tuple(stack.enter_context(closing(Quota(redis, 30.0))) for redis in (first, second)),
+                asyncio.Event(),
+            )
             await known(quotas[0], of)
             callers = [asyncio.create_task(caller(n, quotas[n % 2], pause)) for n in range(50)]
             while len(booked) < 5:

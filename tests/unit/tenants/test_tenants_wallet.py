@@ -11,7 +11,7 @@ from tenants.errors import GrantDiffers, InvalidValue
 from tenants.ledger import Ledger
 from tenants.meter import RequestContext
 from tenants.pricing import RateCard, default_prices
-from tenants.quota.alerts import AlertFold
+from tenants.quota.alerts import AlertFold, alert_of_limits
 from tenants.quota.wallet import MAX_PICOUSD, Hold, WalletFold, WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.settled import SettledRequest
@@ -291,5 +291,62 @@ def test_alerts_are_a_rising_list_of_percentages(with_database, alerts):
     async def body(database):
         with pytest.raises(InvalidValue):
             await prepaid(database, 0, spend_alerts=alerts)
+
+    with_database(body)
+
+
+async def change_limits(database, tenant_id: str, **limits) -> list[tuple[int, int]]:
+    """(percent, limit) of all alerts since the beginning, behind the change."""
+    async with database.transaction() as session:
+        tenants = TenantRepository(session)
+        await tenants.lock(tenant_id)
+        await tenants.set_limits(tenant_id, limits)
+        await alert_of_limits(session, tenant_id, ADMITTED_NS)
+    return [(event["percent"], event["limit_picousd"]) for event in await events(database, "budget.alert")]
+
+
+def test_a_limit_below_what_is_spent_already_alerts_at_once_and_once(with_database):
+    async def body(database):
+        tenant_id = await prepaid(database, 0, spend_alerts=[50, 80, 100])
+        await book(database, *(record(number, tenant_id) for number in range(4)))
+        assert await change_limits(database, tenant_id, spend_limit_picousd_per_month=10 * PRICE) == []
+        lowered = [(50, 5 * PRICE), (80, 5 * PRICE)]
+        assert await change_limits(database, tenant_id, spend_limit_picousd_per_month=5 * PRICE) == lowered
+        below = [*lowered, (100, 3 * PRICE)]
+        assert await change_limits(database, tenant_id, spend_limit_picousd_per_month=3 * PRICE) == below
+        assert await change_limits(database, tenant_id, spend_limit_picousd_per_month=2 * PRICE) == below
+        await book(database, record(4, tenant_id))
+        assert len(await events(database, "budget.alert")) == 3
+
+    with_database(body)
+
+
+def test_a_threshold_that_is_set_below_what_is_spent_already_alerts_at_once(with_database):
+    async def body(database):
+        limit = 10 * PRICE
+        tenant_id = await prepaid(database, 0, spend_limit_picousd_per_month=limit, spend_alerts=[90])
+        await book(database, *(record(number, tenant_id) for number in range(4)))
+        assert await change_limits(database, tenant_id, spend_alerts=[30, 90]) == [(30, limit)]
+
+    with_database(body)
+
+
+def test_a_limit_of_nothing_alerts_only_whom_it_stops(with_database):
+    async def body(database):
+        tenant_id = await prepaid(database, 0, spend_alerts=[100])
+        assert await change_limits(database, tenant_id, spend_limit_picousd_per_month=0) == []
+        await book(database, record(0, tenant_id))
+        assert await change_limits(database, tenant_id, weight=2) == [(100, 0)]
+
+    with_database(body)
+
+
+def test_thresholds_of_credit_that_are_passed_already_alert_when_they_are_set(with_database):
+    async def body(database):
+        tenant_id = await prepaid(database, 10 * PRICE, spend_alerts=[90])
+        assert await ask(database, WalletRepository.reserve, hold(0, PRICE, tenant_id))
+        await book(database, record(0, tenant_id))
+        await change_limits(database, tenant_id, spend_alerts=[10, 90])
+        assert [event["percent"] for event in await events(database, "credit.low")] == [10]
 
     with_database(body)
