@@ -17,8 +17,8 @@ from engine.runner import Runner
 from engine.weights import UnsupportedModel, expected_shapes
 from engine.weights.experts import fuse
 from engine.wire import Flow, SamplingParams, Submit, pack_ids, unpack_ids
-from tests.tiny import hf_config, merged, tiny_adapter, tiny_config, tiny_weights
-from tests.tiny_moe import MOE, PLAIN, moe_adapters, moe_logits, moe_weights
+from tests.tiny import hf_config, tiny_adapter, tiny_config, tiny_weights
+from tests.tiny_moe import MOE, PLAIN, moe_adapters, moe_logits, moe_merged, moe_weights
 from tests.tiny_steps import Steps, adapter_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -89,7 +89,7 @@ def test_mixed_prompts_and_adapters_equal_loops_over_tokens_and_experts(config):
     given = Steps(Decoder(config, weights), adapters).prefill(prompts)
 
     for (prompt, slot), logits in zip(prompts, given, strict=True):
-        reference = merged(weights, adapters[slot]) if slot >= 0 else weights
+        reference = moe_merged(weights, adapters[slot]) if slot >= 0 else weights
         expected = moe_logits(config, reference, prompt)
         assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
         torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-4)
@@ -173,7 +173,7 @@ def test_two_threads_give_the_bits_of_one(config, dtype):
 # ── adapters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_attention_adapters_leave_experts_and_base_answers_to_the_bit(config):
+def test_adapters_leave_base_weights_and_base_answers_to_the_bit(config):
     weights = moe_weights(config)
     kept = {name: weight.clone() for name, weight in weights.items()}
     sizes = EngineConfig(block_size=4, num_blocks=512, context_tokens=512, adapter_slots=2)
