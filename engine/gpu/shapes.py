@@ -7,6 +7,8 @@ bits depend on the size of its step. A deterministic engine computes every step 
 - embedding, rope, norms, silu_mul, the write into the cache: the row, which is a program or a lane of its own;
 - products by cuBLAS: the row and the weight, since one shape is one algorithm, which adds each output's terms in one
   order. The head's rows are filled up to that shape too. Products of 8 bits: the same, by our own kernel;
+- experts: the row's logits choose them, a product adds up the terms of a row and its expert's weight in one order for a
+  number of rows (all tiles of one size, ``tail`` 0 of the tables), and the sums are in the order of choices;
 - LoRA: the row and its adapter. There is one graph, for all ranks, whether the step has adapters or none;
 - attention: the row's position and what it sees (``is_fixed``; kernels/paged_attention/work.py says why);
 - edits, draws and log-probabilities: the row's logits, which are read by a program of their own at aligned addresses.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -133,6 +134,7 @@ class Decoder:
         frequencies = inverse_frequencies(config.rope, config.attention.head_dim).to(self.embedding.device)
         self.rope_table = rope_table(frequencies, config.context_tokens)
         self._num_head_calls = 0
+        self._choices: Tensor | None = None  # of experts, [layers with some, most tokens, K]
         self.num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name != "model.embed_tokens.weight")
         self.num_bytes += self.embedding.nbytes if config.tie_word_embeddings else 0
 
@@ -161,14 +163,20 @@ class Decoder:
         """As ``engine.models.moe.expert_uses``, of the last step's tokens."""
         moe = self.config.moe
         assert moe is not None, self.config.family
-        chosen = [mlp.chosen[: len(owners)] for mlp in self._expert_mlps()]
-        return expert_uses(chosen, owners, num_owners, moe.num_experts)
+        chosen = self._choices
+        if chosen is None:
+            chosen = torch.stack([mlp.chosen for mlp in self._expert_mlps()])
+        return expert_uses(chosen[:, : len(owners)], owners, num_owners, moe.num_experts)
 
     def keep_choices(self, most_tokens: int) -> None:
         """From now on the experts of a step's tokens stand where they stood in the step before, so that a captured
         step's are found too. No step has more than ``most_tokens`` rows."""
-        for mlp in self._expert_mlps():
-            mlp.keep_choices(most_tokens)
+        moe, mlps = self.config.moe, self._expert_mlps()
+        if moe is None:
+            return
+        self._choices = self.embedding.new_zeros(len(mlps), most_tokens, moe.top_k, dtype=torch.int32)
+        for mlp, own in zip(mlps, self._choices, strict=True):
+            mlp.keep_choices(own)
 
     def _expert_mlps(self) -> list[MoeMlp]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]

@@ -6,7 +6,7 @@ Weights under ``model.layers.N.mlp.``: ``gate.weight`` [E, H] (the router), ``ex
 none for routers and shared experts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -89,9 +89,9 @@ class MoeMlp:
         sgmv(y, inner, down, adapters)
         return y
 
-    def keep_choices(self, most_tokens: int) -> None:
-        """``chosen`` is one memory from now on, for steps of at most so many rows."""
-        self.chosen = self.chosen.new_zeros(most_tokens, self.top_k)
+    def keep_choices(self, chosen: Tensor) -> None:
+        """In this memory [most rows of a step, K] int32 from now on."""
+        self.chosen = chosen
         self._keeps_choices = True
 
     def onto(self, residual: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
@@ -112,12 +112,12 @@ def adapters_of_pairs(plan: ExpertPlan, lora: SgmvPlan) -> SgmvPlan:
     return plan_sgmv(np.where(own < 0, -1, numbers).tolist(), lora.device)
 
 
-def expert_uses(chosen: Sequence[Tensor], owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
-    """chosen: [T, K] of each of L layers, integers; owners [T]: whose each token is, 0 ≤ owner < N → [N, L · E] bool:
+def expert_uses(chosen: Tensor, owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
+    """chosen [L, T, K]: of each layer, integers; owners [T]: whose each token is, 0 ≤ owner < N → [N, L · E] bool:
     whether one of an owner's tokens was sent to a layer's expert."""
     num_all = len(chosen) * num_experts
     first = torch.arange(0, num_all, num_experts, device=owners.device)  # of each layer
-    places = torch.stack(tuple(chosen)) + first[:, None, None] + (owners * num_all)[None, :, None]
+    places = chosen + first[:, None, None] + (owners * num_all)[None, :, None]
     uses = torch.zeros(num_owners * num_all, dtype=torch.bool, device=owners.device)
     uses.index_fill_(0, places.flatten(), True)
     return uses.view(num_owners, num_all)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.moe.plan import ExpertPlan
 from kernels.moe.triton_plan import tile_at
 from kernels.silu_mul.triton_kernel import silu_times
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import early, power_of_2, tiles
 
 
 @triton.jit
@@ -49,6 +49,39 @@ def _product(
     return b_sum
 
 
+@triton.jit
+def _gate_up_rows(
+    p_x,
+    p_weight,
+    p_out,
+    p_pairs,
+    i_first,
+    num_own,
+    i_column,
+    stride_x,
+    TOP_K: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """p_weight: of the expert. BLOCK_N: rows of gate and of up, one of each in turn, so that a column and its partner
+    are one thread's."""
+    o_rows = tl.arange(0, ROWS)
+    m_rows = o_rows < num_own
+    i_tokens = tl.load(p_pairs + i_first + o_rows, mask=m_rows, other=0).to(tl.int64) // TOP_K
+    o_both = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_own = p_weight + (o_both % 2 * SIZE + o_both // 2) * SIZE_IN
+    m_both = o_both < 2 * SIZE
+    b_both = _product(p_x + i_tokens * stride_x, p_own, m_rows, m_both, SIZE_IN, ROWS, BLOCK_N, BLOCK_K)
+    kind = p_out.dtype.element_ty
+    b_gate, b_up = tl.split(b_both.to(kind).to(tl.float32).reshape(ROWS, BLOCK_N // 2, 2))
+    o_out = i_column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    p_rows = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]
+    tl.store(p_rows, silu_times(b_gate, b_up).to(kind), mask=m_rows[:, None] & (o_out < SIZE)[None, :])
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up(
     p_x,
@@ -62,27 +95,54 @@ def _gate_up(
     SIZE_IN: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """BLOCK_N: rows of gate and of up, one of each in turn, so that a column and its partner are one thread's."""
+    """TAIL: a tile of at most so many rows is computed as one of so many; 0: all are of BLOCK_M."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_tile, i_column = _place(num_tiles, (2 * SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     i_expert, i_first, num_own = tile_at(p_table, i_tile)
-    if num_own == 0:
-        return
-    o_rows = tl.arange(0, BLOCK_M)
+    p_own = p_weight + i_expert * (2 * SIZE * SIZE_IN)
+    if num_own > TAIL:
+        _gate_up_rows(
+            p_x, p_own, p_out, p_pairs, i_first, num_own, i_column, stride_x,
+            TOP_K, SIZE_IN, SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    elif TAIL:  # noqa: SIM102 - known when it is compiled
+        if num_own > 0:
+            _gate_up_rows(
+                p_x, p_own, p_out, p_pairs, i_first, num_own, i_column, stride_x,
+                TOP_K, SIZE_IN, SIZE, TAIL, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down_rows(
+    p_x,
+    p_weight,
+    p_out,
+    i_first,
+    num_own,
+    i_column,
+    SIZE_IN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    o_rows = tl.arange(0, ROWS)
     m_rows = o_rows < num_own
-    i_tokens = tl.load(p_pairs + i_first + o_rows, mask=m_rows, other=0).to(tl.int64) // TOP_K
-    o_both = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
-    p_own = p_weight + (i_expert * (2 * SIZE) + o_both % 2 * SIZE + o_both // 2) * SIZE_IN
-    m_both = o_both < 2 * SIZE
-    b_both = _product(p_x + i_tokens * stride_x, p_own, m_rows, m_both, SIZE_IN, BLOCK_M, BLOCK_N, BLOCK_K)
-    kind = p_out.dtype.element_ty
-    b_gate, b_up = tl.split(b_both.to(kind).to(tl.float32).reshape(BLOCK_M, BLOCK_N // 2, 2))
-    o_out = i_column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    p_rows = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]
-    tl.store(p_rows, silu_times(b_gate, b_up).to(kind), mask=m_rows[:, None] & (o_out < SIZE)[None, :])
+    o_out = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_out = o_out < SIZE
+    p_rows = p_x + (i_first + o_rows) * SIZE_IN
+    b_y = _product(p_rows, p_weight + o_out * SIZE_IN, m_rows, m_out, SIZE_IN, ROWS, BLOCK_N, BLOCK_K)
+    p_own = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]
+    tl.store(p_own, b_y.to(p_out.dtype.element_ty), mask=m_rows[:, None] & m_out[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -95,22 +155,23 @@ def _down(
     SIZE_IN: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_tile, i_column = _place(num_tiles, (SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     i_expert, i_first, num_own = tile_at(p_table, i_tile)
-    if num_own == 0:
-        return
-    o_rows = tl.arange(0, BLOCK_M)
-    m_rows = o_rows < num_own
-    o_out = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_out = o_out < SIZE
-    p_own = p_weight + (i_expert * SIZE + o_out) * SIZE_IN
-    b_y = _product(p_x + (i_first + o_rows) * SIZE_IN, p_own, m_rows, m_out, SIZE_IN, BLOCK_M, BLOCK_N, BLOCK_K)
-    p_rows = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]
-    tl.store(p_rows, b_y.to(p_out.dtype.element_ty), mask=m_rows[:, None] & m_out[None, :])
+    p_own = p_weight + i_expert * (SIZE * SIZE_IN)
+    if num_own > TAIL:
+        _down_rows(p_x, p_own, p_out, i_first, num_own, i_column, SIZE_IN, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
+    elif TAIL:  # noqa: SIM102 - known when it is compiled
+        if num_own > 0:
+            _down_rows(p_x, p_own, p_out, i_first, num_own, i_column, SIZE_IN, SIZE, TAIL, BLOCK_N, BLOCK_K)
 
 
 def grouped_silu_mul(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
@@ -135,11 +196,13 @@ def grouped_silu_mul(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
             SIZE_IN=size_in,
             SIZE=both // 2,
             BLOCK_M=block_m,
+            TAIL=row["tail"],
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             GROUP=row["group"],
             num_warps=row["num_warps"],
             num_stages=row["num_stages"],
+            **early("moe", x.device),
         )
     return out
 
@@ -163,11 +226,13 @@ def grouped_linear(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
             SIZE_IN=size_in,
             SIZE=size,
             BLOCK_M=block_m,
+            TAIL=row["tail"],
             BLOCK_N=block_n,
             BLOCK_K=block_k,
             GROUP=row["group"],
             num_warps=row["num_warps"],
             num_stages=row["num_stages"],
+            **early("moe", x.device),
         )
     return out
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe.plan import ExpertPlan, Tiled
-from kernels.tiles import tiles
+from kernels.tiles import early, tiles
 
 _MOST_COMPACT = 128  # pairs: each is compared with each
 _BLOCK = 2048  # pairs that a program reads at a time otherwise
@@ -63,9 +63,13 @@ def _plan(
     IS_COMPACT: tl.constexpr,
     HAS_TOTALS: tl.constexpr,
     IS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """IS_COMPACT: BLOCK holds all pairs, and no tile between two experts is empty. Else an expert's tiles begin at its
     number + its first place / BLOCK_M, which leaves room for all of them without knowing any other's."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_expert = tl.program_id(0).to(tl.int64)
     own = i_expert.to(tl.int32)
     if IS_PADDED:
@@ -135,5 +139,6 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
         HAS_TOTALS=totals is not None,
         IS_PADDED=num_tokens is not None,
         num_warps=4,
+        **early("moe", device),
     )
     return ExpertPlan(pairs, counts, top_k, Tiled(places, table, block_m, num_tokens))

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.moe.plan import ExpertPlan, RoutingRule
-from kernels.tiles import power_of_2, tiles
+from kernels.tiles import early, is_early, power_of_2, tiles
 
 
 @triton.jit
@@ -23,8 +23,11 @@ def _route(
     LARGEST: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
+    TRIGGERS: tl.constexpr,
 ):
     """EXPERTS, CHOICES: powers of two that hold NUM_EXPERTS and TOP_K. LARGEST: what stands for infinity."""
+    if TRIGGERS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_row = tl.program_id(0).to(tl.int64)
     o_experts = tl.arange(0, EXPERTS)
     m_experts = o_experts < NUM_EXPERTS
@@ -63,8 +66,11 @@ def _combine(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Launched without fused multiply-adds, so that a product is rounded before it is added."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     i_row = tl.program_id(0).to(tl.int64)
     o_size = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_size = o_size < SIZE
@@ -102,6 +108,7 @@ def route(router_logits: Tensor, top_k: int, rule: RoutingRule, topk_ids: Tensor
             LARGEST=torch.finfo(torch.float32).max,
             EXPERTS=power_of_2(num_experts),
             CHOICES=power_of_2(top_k),
+            TRIGGERS=is_early("moe", router_logits.device),
             num_warps=tiles("moe_route", router_logits.device, experts=num_experts)["num_warps"],
         )
     return weights
@@ -130,5 +137,6 @@ def combine(y: Tensor, topk_weights: Tensor, plan: ExpertPlan) -> Tensor:
             IS_PADDED=tiled.num_tokens is not None,
             num_warps=row["num_warps"],
             enable_fp_fusion=False,
+            **early("moe", y.device),
         )
     return out

@@ -26,7 +26,7 @@ def random_parts(draw: random.Random, numbers: np.random.Generator) -> cost.Floa
         owners = torch.from_numpy(np.repeat(np.arange(count), seen))
         first = numbers.integers(0, draw.randint(1, NUM_EXPERTS), len(owners))
         chosen = torch.from_numpy(np.stack([first, (first + numbers.integers(1, 3)) % NUM_EXPERTS], axis=1))
-        parts[cost.EXPERT] = shared_evenly(expert_uses([chosen], owners, count, NUM_EXPERTS)).numpy()
+        parts[cost.EXPERT] = shared_evenly(expert_uses(chosen[None], owners, count, NUM_EXPERTS)).numpy()
     return parts
 
 

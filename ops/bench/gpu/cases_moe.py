@@ -1,5 +1,6 @@
-"""The experts of a layer from the router's logits on: routing, order, both products, sums. Beside what vLLM's fused MoE
-took on an H200 (performance.md §2), and what the weights of the experts in use, read once, take at least."""
+"""The experts of a layer from the router's logits on: routing, order, both products, sums. Beside what vLLM's
+fused_experts took on an H200 (2026-11-29, without its routing), and what the weights of the experts in use, read once,
+take at least."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,14 +34,17 @@ class Shape:
 
 
 QWEN = Shape("Qwen3-30B-A3B", 128, 8, 2048, 768, {
-    1: (31, 31, 24), 4: (None, None, None), 16: (198, 200, 192), 64: (296, 300, 290), 256: (326, 335, 305),
-    512: (None, None, None), 1024: (389, 400, 345), 2048: (500, 510, 420), 4096: (829, 840, 630),
+    1: (31.3, 31, 24), 4: (79.9, None, None), 16: (198, 200, 192), 32: (271, None, None), 64: (296, 300, 290),
+    128: (300, None, None), 256: (326, 335, 305), 512: (332, None, None), 1024: (389, 400, 345), 2048: (500, 510, 420),
+    4096: (829, 840, 630),
 })  # fmt: skip
 MIXTRAL = Shape("Mixtral", 8, 2, 4096, 14336, {
-    1: (None, None, None), 16: (None, None, None), 64: (662, 690, 660), 256: (None, None, None),
+    1: (180, None, None), 16: (644, None, None), 64: (662, 690, 660), 256: (722, None, None),
     1024: (1662, 1700, 1250), 4096: (5522, 5600, 4800),
 })  # fmt: skip
-SKEWED = (64, 256, 1024)  # tokens of Qwen's experts, asked for as by Zipf
+SKEWED: dict[int, float] = {  # tokens of Qwen's experts, asked for as by Zipf: the peer's µs
+    1: 31.4, 16: 149, 64: 261, 256: 350, 1024: 421, 4096: 860,
+}  # fmt: skip
 
 
 class Layer:
@@ -120,7 +124,7 @@ def _case(shape: Shape, num_tokens: int, *, is_skewed: bool = False) -> Case:
     num_bytes = woken * shape.expert_bytes + 4.0 * num_tokens * shape.hidden + between
     flops = pairs * shape.expert_bytes
     name = f"{shape.name} T={num_tokens}{' skewed' if is_skewed else ''}"
-    figures = (None, None, None) if is_skewed else shape.figures[num_tokens]
+    figures = (SKEWED[num_tokens], None, None) if is_skewed else shape.figures[num_tokens]
     build = lambda: experts(shape, num_tokens, is_skewed=is_skewed)  # noqa: E731
     return Case("moe", name, build, num_bytes, flops, 5, *figures)
 

@@ -1,7 +1,8 @@
 """Whether experts are right on a GPU: by the reference's rule and float64, with NaN in all that nobody was sent to."""
 
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from kernels.moe import (
     route,
 )
 from kernels.silu_mul import silu_mul
+from kernels.tiles import CONFIGS
+from ops.bench.gpu.changes import other_rows
 from ops.bench.gpu.checks import DEVICE, LIMITS, NAN, random, require, sliced
 
 INF = float("inf")
@@ -126,7 +129,7 @@ def experts_against_float64() -> None:
     """Every row of the tables, sizes that no tile divides; filled up, the rest of the rows NaN and its sums zero."""
     for dtype, sizes in itertools.product(LIMITS, ((64, 48), (97, 41), (576, 1536), (2048, 1408))):
         for (num_experts, top_k), num_rows in itertools.product(((8, 2), (128, 8), (7, 3), (60, 4)), (1, 17, 64, 400)):
-            _against_float64(num_rows, (num_experts, top_k), sizes, dtype)
+            against_float64(num_rows, (num_experts, top_k), sizes, dtype)
 
 
 def experts_of_real_sizes_against_float64() -> None:
@@ -135,10 +138,10 @@ def experts_of_real_sizes_against_float64() -> None:
         (((8, 2), (4096, 14336)), (1, 16, 64, 128, 256, 1024)),
     ):
         for num_rows in numbers:
-            _against_float64(num_rows, *shape, torch.bfloat16)
+            against_float64(num_rows, *shape, torch.bfloat16)
 
 
-def _against_float64(num_rows: int, routing: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def against_float64(num_rows: int, routing: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> None:
     (num_experts, top_k), (hidden, inner) = routing, sizes
     layer = Layer(num_experts, hidden, inner, dtype)
     x, ids, weights = (
@@ -165,9 +168,19 @@ def experts_far_apart() -> None:
 
 def a_rows_bits_are_its_own() -> None:
     """At one number of rows: launched again, elsewhere in the step, among strangers; and the parts are the parts'."""
-    for (routing, sizes), num_rows in itertools.product(
-        ((((128, 8), (2048, 768))), ((8, 2), (576, 1536))), (1, 16, 64, 256, 512, 1024)
-    ):
+    _bits((1, 16, 64, 256, 512, 1024))
+
+
+def a_rows_bits_do_not_tell_a_small_tile_from_a_large_one() -> None:
+    """What the tables' ``tail`` needs: who shares a row's expert decides in which it stands."""
+    tables = json.loads((CONFIGS / "nvidia_h200.json").read_text())
+    rows = {product: {**tables[product][-1], "tail": 64} for product in ("moe_gate_up", "moe_down")}
+    with other_rows({"moe_plan": {"block_m": 128}, **rows}):
+        _bits((256, 1024, 2048))
+
+
+def _bits(numbers: Sequence[int]) -> None:
+    for (routing, sizes), num_rows in itertools.product(((((128, 8), (2048, 768))), ((8, 2), (576, 1536))), numbers):
         (num_experts, top_k), (hidden, inner) = routing, sizes
         layer, what = Layer(num_experts, hidden, inner), f"{num_rows} {routing}"
         x, ids, weights = random(num_rows, hidden), routed(num_rows, *routing), shares(num_rows, top_k)
@@ -229,5 +242,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "experts of real sizes": experts_of_real_sizes_against_float64,
     "experts far apart": experts_far_apart,
     "experts bits": a_rows_bits_are_its_own,
+    "experts tails": a_rows_bits_do_not_tell_a_small_tile_from_a_large_one,
     "experts captured": captured_experts_follow_their_memory,
 }

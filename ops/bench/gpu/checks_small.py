@@ -20,6 +20,7 @@ from ops.bench.gpu.checks import DEVICE, LIMITS, lora_case, random, require
 from ops.bench.gpu.checks_captured import groups_of, shared_batch
 from ops.bench.gpu.checks_lora import early_launches, expected_of_silu, into_silu
 from ops.bench.gpu.checks_lora_way import BY_ROWS, Heads, heads_of_adapters
+from ops.bench.gpu.checks_moe import against_float64
 
 
 def small_lora_into_silu() -> None:
@@ -74,10 +75,18 @@ def small_heads() -> None:
             heads_of_adapters(step, step.norms if has_norms else None, low, f"small heads {dtype} {is_early}")
 
 
+def small_experts() -> None:
+    """Few and several tiles of an expert, experts without any, rows that fill up; launched in turn, and early."""
+    for dtype, is_early, num_rows in itertools.product(LIMITS, (0, 1), (1, 40)):
+        with early_launches(is_early):
+            against_float64(num_rows, (7, 3), (97, 41), dtype)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "small lora into silu": small_lora_into_silu,
     "small heads": small_heads,
     "small highest": small_highest,
     "small quantised": small_quantised,
     "small groups": small_groups,
+    "small experts": small_experts,
 }

@@ -37,14 +37,14 @@ SIZES = [(8, 2), (7, 3), (1, 1), (5, 5), (60, 4)]  # experts, choices
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     """So that small steps have several tiles of an expert, several steps and groups of programs."""
-    product = [{"block_n": 32, "block_k": 16, "group": 3, "num_warps": 4, "num_stages": 2}]
-    table = {
-        **tiles._table("default"),
-        "moe_plan": [{"block_m": 16}],
-        "moe_gate_up": product,
-        "moe_down": product,
-        "moe_combine": [{"block": 32, "num_warps": 4}],
-    }
+    product = [{"tail": 0, "block_n": 32, "block_k": 16, "group": 3, "num_warps": 4, "num_stages": 2}]
+    set_tables(monkeypatch, moe_plan=16, moe_gate_up=product, moe_down=product)
+
+
+def set_tables(monkeypatch, moe_plan: int, **rows: list[dict[str, int]]) -> None:
+    """``moe_plan``: rows of a tile."""
+    sums = [{"block": 32, "num_warps": 4}]
+    table = {**tiles._table("default"), "moe_plan": [{"block_m": moe_plan}], "moe_combine": sums, **rows}
     monkeypatch.setattr(tiles, "_table", lambda _: table)
 
 
@@ -276,6 +276,15 @@ def test_gate_and_up_are_rounded_before_they_are_multiplied():
 
 
 @DTYPES
+@pytest.mark.parametrize("num_rows", [3, 40])  # one small tile an expert; large ones, small ones and none
+def test_a_tile_of_few_rows_may_be_computed_as_a_smaller_one(num_rows, dtype, monkeypatch):
+    product = [{"tail": 16, "block_n": 32, "block_k": 32, "group": 3, "num_warps": 4, "num_stages": 2}]
+    set_tables(monkeypatch, moe_plan=32, moe_gate_up=product, moe_down=product)
+    check_step(triton_kernel, num_rows, (3, 2), (48, 56), dtype)
+    check_step(triton_kernel, num_rows, (8, 1), (37, 21), dtype)
+
+
+@DTYPES
 def test_sums_are_those_of_the_reference_bit_by_bit(dtype):
     plan = triton_plan.plan_experts(routed(9, 8, 3), 8, None, None)
     y, weights = draw(27, 40, dtype=dtype), torch.softmax(draw(9, 3, seed=1), 1)
@@ -310,7 +319,7 @@ def test_a_step_without_rows_computes_nothing():
 
 
 FAULTS = {
-    "a weight of the next expert": ("(i_expert * (2 * SIZE) +", "((i_expert + 1) % 3 * (2 * SIZE) +"),
+    "a weight of the next expert": ("i_expert * (2 * SIZE * SIZE_IN)", "(i_expert + 1) % 3 * (2 * SIZE * SIZE_IN)"),
     "gate for up": ("o_both % 2 * SIZE", "(1 - o_both % 2) * SIZE"),
     "another token's row": ("// TOP_K\n", "// 1 % 40\n"),
     "rows of another tile": ("p_x + (i_first + o_rows) * SIZE_IN", "p_x + o_rows * SIZE_IN"),

@@ -30,7 +30,7 @@ class Step:
         return torch.from_numpy(np.repeat(np.arange(len(self.shape.tokens)), self.shape.tokens))
 
     def parts(self) -> cost.Floats:
-        uses = expert_uses(self.routes, self.owners(), len(self.shape.tokens), EXPERTS)
+        uses = expert_uses(torch.stack(self.routes), self.owners(), len(self.shape.tokens), EXPERTS)
         found = cost.parts(self.shape, SLOT_MIB)
         found[cost.EXPERT] = shared_evenly(uses).numpy()
         return found
