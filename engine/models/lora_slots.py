@@ -51,7 +51,8 @@ class LoraSlots:
         self.num_slots = num_slots
         self.max_lora_rank = max_lora_rank
         self.is_static = like.device.type == "cuda" if is_static is None else is_static
-        self._sizes = module_sizes(config)
+        self._plain_sizes = module_sizes(config)
+        self._sizes = self._plain_sizes | expert_sizes(config)
         self._num_layers = config.num_layers
         self._num_experts = config.moe.num_experts if config.moe else 0
         self._expert_layers = config.moe.layers if config.moe else ()
@@ -65,8 +66,6 @@ class LoraSlots:
         self._transfer: Transfer | None = None
         if self.is_static and num_slots:
             self._reserve()
-        if not self.is_static:
-            self._sizes |= expert_sizes(config)
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights | PackedAdapter:
         """What ``load_slot`` takes fastest, from any thread. Weights that do not fit come back as they are."""
@@ -100,7 +99,7 @@ class LoraSlots:
 
     def rehearse(self) -> None:
         """Takes the way of an adapter once, so that the first one meets nothing that is still to be loaded."""
-        module, (num_in, num_out) = next(iter(self._sizes.items()))
+        module, (num_in, num_out) = next(iter(self._plain_sizes.items()))
         pair = LoraPair(torch.zeros(1, num_in), torch.zeros(num_out, 1), 1.0)
         self.load_slot(0, self.prepare(AdapterWeights({(0, module): pair}, 0)))
         self.clear_slot(0)
@@ -133,12 +132,12 @@ class LoraSlots:
         return found
 
     def _reserve(self) -> None:
-        places = [(layer, module) for layer in range(self._num_layers) for module in self._sizes]
+        places = [(layer, module) for layer in range(self._num_layers) for module in self._plain_sizes]
         self._rows = {place: row for row, place in enumerate(places)}
         self._table = torch.zeros(len(places), self.num_slots + 1, dtype=torch.int32, device=self._like.device)
         for place in places:
             self._pair(place)
-        sizes = sum(sum(size) for size in self._sizes.values())
+        sizes = sum(sum(size) for size in self._plain_sizes.values())
         most = self._num_layers * sizes * self.max_lora_rank + 2 * _ALIGNED * len(places)
         self._transfer = Transfer(most, self._like)
 
@@ -162,7 +161,8 @@ class LoraSlots:
     def _check(self, layer: int, module: str, pair: LoraPair) -> None:
         name, member = _split(module)
         layers = self._expert_layers if name.startswith(EXPERT) else range(self._num_layers)
-        if layer not in layers or name not in self._sizes or member >= self._num_members(name):
+        held = self._plain_sizes if self.is_static else self._sizes
+        if layer not in layers or name not in held or member >= self._num_members(name):
             raise InvalidAdapter(f"the model has no {module} in layer {layer}")
         num_in, num_out = self._sizes[name]
         lora_rank = pair.a.shape[0]
@@ -268,11 +268,11 @@ class Transfer:
 
 
 def _split(module: str) -> tuple[str, int]:
-    """experts.3.gate_proj → experts.gate_proj, 3; another module and 0."""
+    """experts.3.gate_proj → experts.gate_proj, 3; another module and 0; "" for what only looks like an expert's."""
     if not module.startswith(EXPERT):
         return module, 0
-    _, member, name = module.split(".")
-    return EXPERT + name, int(member)
+    member, _, name = module.removeprefix(EXPERT).partition(".")
+    return (EXPERT + name, int(member)) if member.isdecimal() else ("", 0)
 
 
 def _of_member(name: str, member: int) -> str:
