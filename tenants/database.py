@@ -22,7 +22,11 @@ REPORT_S = 60.0  # for sums over much
 DEAD_PEER_S = 20
 _WRITES = "tenora_writes"
 _LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
-_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON")
+_PRAGMAS = (
+    *("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON"),
+    "cache_size=-16384",  # KiB: a booking changes up to 2,000 pages, which must not go out and come back before its end
+    "wal_autocheckpoint=4000",  # pages: two such bookings, and not half of one
+)
 
 
 def async_url(url: str) -> str:
@@ -40,7 +44,8 @@ def create_engine(url: str) -> AsyncEngine:
 
 
 def _sqlite_engine(url: URL) -> AsyncEngine:
-    engine = create_async_engine(url, hide_parameters=True)
+    # last in, first out: pages lie in the memory of a connection
+    engine = create_async_engine(url, hide_parameters=True, pool_use_lifo=True)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine

@@ -66,8 +66,9 @@ decode_histogram = msgspec.msgpack.Decoder(Histogram).decode
 
 
 def merge_counts(counts: dict[str, int], others: Mapping[str, int]) -> None:
+    known = counts.get  # a month merges hundreds of thousands
     for name, number in others.items():
-        _add(counts, name, number)
+        counts[name] = known(name, 0) + number
 
 
 def _add(counts: dict[str, int], name: str, number: int) -> None:

@@ -311,6 +311,17 @@ def test_experts_kept_where_captured_steps_leave_them_are_those_of_the_last_step
         assert uses[0].sum() == num_tokens * config.moe.top_k * len(config.moe.layers)
 
 
+def test_two_runners_of_one_model_keep_its_choices_in_one_memory(config):
+    model = Decoder(config, moe_weights(config))
+    model.keep_choices(64)
+    kept = [mlp.chosen.data_ptr() for mlp in model._expert_mlps()]
+
+    model.keep_choices(32)
+
+    assert [mlp.chosen.data_ptr() for mlp in model._expert_mlps()] == kept
+    assert len(set(kept)) == len(config.moe.layers)
+
+
 def test_the_load_of_experts_is_told_in_the_metrics(config):
     engine = make_engine(config)
     families = {family.name: family for family in engine.stats.families()}

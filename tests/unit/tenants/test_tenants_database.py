@@ -66,6 +66,29 @@ def test_a_session_for_reading_commits_nothing(with_database):
     with_database(body)
 
 
+def test_who_asks_sqlite_gets_the_connection_that_was_used_last(tmp_path):
+    async def main() -> set[int]:
+        database = Database(f"sqlite:///{tmp_path / 'a.db'}")
+        await database.start()
+
+        async def connection_of(session) -> int:
+            raw = await (await session.connection()).get_raw_connection()
+            return id(raw.driver_connection)
+
+        try:
+            async with database.session() as one, database.session() as two, database.session() as three:
+                assert len({await connection_of(each) for each in (one, two, three)}) == 3
+            used = set()
+            for _ in range(6):
+                async with database.session() as session:
+                    used.add(await connection_of(session))
+            return used
+        finally:
+            await database.close()
+
+    assert len(asyncio.run(main())) == 1
+
+
 def test_a_peer_that_is_gone_without_a_word_is_found_out_in_seconds(postgres: PostgresServer):
     async def main() -> tuple[int, int, int]:
         database = Database(postgres.url("postgres"))
