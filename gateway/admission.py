@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from gateway.call import Call
 from gateway.errors import ApiError
@@ -44,27 +46,28 @@ class Admission:
         if self._renewing is not None:
             self._renewing.cancel()
 
-    @contextlib.asynccontextmanager
-    async def admit(self, call: Call, work: Work) -> AsyncIterator[Ticket]:
-        """Reserves, and settles at the end, also when the end is a cancellation. Raises ApiError 402, 429 and 503."""
-        if self.closed:
-            raise ApiError("This server is shutting down.", code="draining")
+    def admit(self, call: Call, work: Work) -> "Admitted":
+        """To be entered: reserves then, and settles at the end, also when the end is a cancellation. Raises, on the way
+        in, ApiError 402, 429 and 503."""
+        return Admitted(self, call, work)
+
+    async def begin(self, call: Call, work: Work) -> Ticket:
+        self._check_open()
         ticket = await self._reserve(call, work)
         self.tickets.begin(ticket)
         self.idle.clear()
-        try:
-            if self.closed:  # since it asked
-                raise ApiError("This server is shutting down.", code="draining")
-            if ticket.is_prepaid:
-                async with self.credit.held(ticket):
-                    yield ticket
-            else:
-                yield ticket
-        finally:
-            self.limiter.settle(ticket)
-            self.tickets.end(ticket)
-            if not self.tickets:
-                self.idle.set()
+        return ticket
+
+    def end(self, ticket: Ticket) -> None:
+        self.limiter.settle(ticket)
+        self.tickets.end(ticket)
+        if not self.tickets:
+            self.idle.set()
+
+    def hold(self, ticket: Ticket) -> AbstractAsyncContextManager[None]:
+        """Of the credit of who pays before. Raises ApiError 402 and 503."""
+        self._check_open()  # since it asked
+        return self.credit.held(ticket) if ticket.is_prepaid else contextlib.nullcontext()
 
     async def extend(self, ticket: Ticket, num_choices: int) -> bool:
         """Another block for each of ``num_choices``; False: not now and not later, the choices end there."""
@@ -103,6 +106,10 @@ class Admission:
             )
         return Ticket(reservation, work, card, admitted_ns, work.granted_tokens)
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ApiError("This server is shutting down.", code="draining")
+
     def _check_ledger(self, *, is_money: bool) -> None:
         """What is owed to it has a bound; where money is limited or prepaid, it has to answer now. Raises ApiError."""
         if self.books.is_full or (is_money and (self.books.is_stuck or self.limiter.spending.is_fenced)):
@@ -118,6 +125,33 @@ class Admission:
         while True:
             await asyncio.sleep(RENEW_EVERY_MS / 1000)
             await self.limiter.renew([ticket.reservation for ticket in self.tickets])
+
+
+@dataclass(slots=True)
+class Admitted:
+    """A request while it holds its reservation."""
+
+    admission: Admission
+    call: Call
+    work: Work
+    _ticket: Ticket = field(init=False)
+    _hold: AbstractAsyncContextManager[None] = field(init=False)
+
+    async def __aenter__(self) -> Ticket:
+        self._ticket = await self.admission.begin(self.call, self.work)
+        try:
+            self._hold = self.admission.hold(self._ticket)
+            await self._hold.__aenter__()
+        except BaseException:
+            self.admission.end(self._ticket)
+            raise
+        return self._ticket
+
+    async def __aexit__(self, *failure: Any) -> None:
+        try:
+            await self._hold.__aexit__(*failure)
+        finally:
+            self.admission.end(self._ticket)
 
 
 def _reservation(call: Call, work: Work, spend: Spend | None) -> Reservation:

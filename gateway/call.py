@@ -102,7 +102,12 @@ class Call:
 
     async def body(self, max_bytes: int) -> bytes:
         """The whole body. Raises ApiError 413 over ``max_bytes``, 400 when the caller left before its end."""
-        body = b"".join([chunk async for chunk in self.chunks(max_bytes)])
+        await self._refuse_encoded()
+        size, parts = 0, []
+        while not self.body_ended:
+            parts.append(await self._part(size, max_bytes))
+            size += len(parts[-1])
+        body = b"".join(parts)
         self.read_ns = time.monotonic_ns()
         if self.idempotency_key is not None:
             self.body_hash = hashlib.sha256(body).digest()
@@ -111,17 +116,24 @@ class Call:
     async def chunks(self, max_bytes: int) -> AsyncIterator[bytes]:
         """The body as it comes. Raises as ``body`` does, and 415 for a compressed one; what is refused is read on, so
         that the refusal is seen."""
+        await self._refuse_encoded()
+        size = 0
+        while not self.body_ended:
+            chunk = await self._part(size, max_bytes)
+            size += len(chunk)
+            yield chunk
+
+    async def _refuse_encoded(self) -> None:
         if (self.header(b"content-encoding") or "identity").lower() != "identity":
             await self.discard()
             raise ApiError("Send the body as it is, without a Content-Encoding.", code="unsupported_media_type")
-        size = 0
-        while not self.body_ended:
-            chunk = await self._chunk()
-            size += len(chunk)
-            if size > max_bytes:
-                await self.discard()
-                raise ApiError(f"The request body is larger than {max_bytes} bytes.", code="payload_too_large")
-            yield chunk
+
+    async def _part(self, size: int, max_bytes: int) -> bytes:
+        part = await self._chunk()
+        if size + len(part) > max_bytes:
+            await self.discard()
+            raise ApiError(f"The request body is larger than {max_bytes} bytes.", code="payload_too_large")
+        return part
 
     async def discard(self) -> None:
         """Reads the rest of the body, up to MAX_DISCARDED_BYTES, and drops it: who still sends sees no answer."""

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import anyio
@@ -51,16 +52,17 @@ class Idempotency:
         if self._purging is not None:
             self._purging.cancel()
 
-    @contextlib.asynccontextmanager
-    async def once(self, call: Call, work: Work) -> AsyncIterator[None]:
+    def once(self, call: Call, work: Work) -> AbstractAsyncContextManager[None]:
         """Holds the call's key while entered, and from its whole answer on; without the header it does nothing.
 
         Raises Replayed when an earlier request has answered, ApiError 400, 409 and 422.
         """
-        value, tenant_id = call.idempotency_key, work.principal.tenant_id
-        if value is None:
-            yield
-            return
+        value = call.idempotency_key
+        return contextlib.nullcontext() if value is None else self._held(call, work, value)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, call: Call, work: Work, value: str) -> AsyncIterator[None]:
+        tenant_id = work.principal.tenant_id
         if not _VALUE.fullmatch(value):
             raise invalid(f"'{HEADER}' has 1 to 255 printable ASCII characters.", HEADER)
         key = IdempotencyKey(tenant_id, *self.secrets.idempotency_key(tenant_id, value))

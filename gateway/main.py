@@ -212,6 +212,7 @@ def _telemetry(settings: Settings, stack: contextlib.AsyncExitStack) -> Telemetr
         _log.error("no traces: %s", error)
     if telemetry.spans is not None:
         stack.callback(telemetry.spans.close)
+    stack.callback(telemetry.tell)
     return telemetry
 
 

@@ -38,9 +38,9 @@ Count = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What a record says; None: unfit, only to be acknowledged. ``engine`` None: nobody waits."""
+    """A record as it came, or what a lost request came to. ``engine`` None: nobody waits."""
 
-    told: SettledRequest | ReplicaSpan | None
+    told: bytes | SettledRequest
     engine: EngineClient | None = None
     number: int = 0
     hash: bytes = b""
@@ -87,13 +87,13 @@ class Settlement:
         """What an engine's client calls for each record, in journal order."""
 
         async def take(record: wire.Record) -> None:
-            await self._queue.put(_Item(self._read(record.payload), engine(), record.number, record.hash))
+            await self._queue.put(_Item(record.payload, engine(), record.number, record.hash))
 
         return take
 
     async def take_left(self, payload: bytes) -> None:
         """A record of a journal that no engine delivers any more."""
-        await self._queue.put(_Item(self._read(payload)))
+        await self._queue.put(_Item(payload))
 
     def post_lost(self, record: wire.UsageRecord) -> None:
         """Books what an engine that died can't report. The engine's own record of it, if it comes, is the same row."""
@@ -102,6 +102,11 @@ class Settlement:
             _log.error("no receipt for lost request %s", record.request_id)
             return
         self._queue.put_nowait(_Item(settled))
+
+    def _told(self, batch: list[_Item]) -> list[SettledRequest | ReplicaSpan]:
+        """Read here, one behind the other, and not as they come. What is unfit is only acknowledged."""
+        told = (self._read(item.told) if isinstance(item.told, bytes) else item.told for item in batch)
+        return [record for record in told if record is not None]
 
     def _read(self, payload: bytes) -> SettledRequest | ReplicaSpan | None:
         try:
@@ -137,7 +142,7 @@ class Settlement:
             batch = await self._batch()
             waiting = Patience(STUCK_S, self._stick)
             try:
-                await self._book([item.told for item in batch if item.told is not None])
+                await self._book(batch)
             finally:
                 waiting.end()
                 self._is_stuck = False
@@ -158,16 +163,13 @@ class Settlement:
         self._next_booking_s = time.monotonic() + BOOKING_EVERY_S
         return batch
 
-    async def _book(self, told: list[SettledRequest | ReplicaSpan]) -> None:
+    async def _book(self, batch: list[_Item]) -> None:
         """Until it is done: an unbooked record is never acknowledged, and none may overtake it."""
-        settled = [record for record in told if isinstance(record, SettledRequest)]
-        spans = [record for record in told if isinstance(record, ReplicaSpan)]
-        wait_s, failed = RETRY_FIRST_S, False
-        while told:
+        told, wait_s, failed = None, RETRY_FIRST_S, False
+        while True:
             try:
-                async with self.database.transaction() as session:
-                    await replica_times.post(session, spans)
-                    await self.ledger.post(session, settled, self.directory.rate_cards)
+                told = self._told(batch) if told is None else told
+                await self._post(told)
                 break
             except Exception as error:
                 if not failed:
@@ -177,6 +179,13 @@ class Settlement:
                 wait_s = min(2 * wait_s, RETRY_MAX_S)
         if failed:
             _log.warning("the ledger takes records again")
+
+    async def _post(self, told: list[SettledRequest | ReplicaSpan]) -> None:
+        if told:
+            async with self.database.transaction() as session:
+                await replica_times.post(session, [record for record in told if isinstance(record, ReplicaSpan)])
+                settled = [record for record in told if isinstance(record, SettledRequest)]
+                await self.ledger.post(session, settled, self.directory.rate_cards)
 
     async def _acknowledge(self, batch: list[_Item]) -> None:
         """The last of each engine covers all before it."""

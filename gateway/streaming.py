@@ -1,6 +1,5 @@
 """From an engine's events to the answer: chunks as the steps bring them, or one whole body."""
 
-import contextlib
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -8,8 +7,8 @@ from typing import Protocol
 
 from engine import wire
 from gateway.call import Call
-from gateway.dispatch import Flight
 from gateway.errors import ApiError, as_api_error, sse_error
+from gateway.flight import Flight
 from gateway.sse import EventStream
 from gateway.text.choices import Choice, Piece, ScoredToken
 from gateway.text.formats import ChatFormat, Format, TextFormat
@@ -27,13 +26,12 @@ async def deliver(call: Call, work: Work, flight: Flight) -> None:
     text, form = Text(work), _format(call, work)
     answer = (Streamed if work.style.stream else Whole)(call, work, flight, form)
     try:
-        async with contextlib.aclosing(flight.events()) as batches:
-            with answer.kept_alive():
-                async for batch in batches:
-                    pieces = text.pieces(batch)
-                    for index in text.stopped():
-                        flight.abort(index)
-                    await answer.add(pieces)
+        with answer.kept_alive():
+            while (batch := await flight.next()) is not None:
+                pieces = text.pieces(batch)
+                for index in text.stopped():
+                    flight.abort(index)
+                await answer.add(pieces)
         flight.leave_out(text.surplus_tokens)
         await answer.end()
         flight.answered()

@@ -16,6 +16,7 @@ import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -105,12 +106,11 @@ class Secrets:
 
     def flow_key(self, tenant_id: str) -> str:
         """The engine's name of a tenant's queue, hex; it can't be turned back into the tenant."""
-        return self._derive(b"flow", tenant_id.encode()).hex()[:32]
+        return _kept(self, b"flow", tenant_id).hex()[:32]
 
     def cache_namespace(self, tenant_id: str, adapter_sha256: str, model_revision: str, cache_salt: str = "") -> bytes:
         """32 bytes that seed the prefix cache's hash chain. A client's salt only divides its own tenant's space."""
-        fields = (tenant_id, adapter_sha256, model_revision, cache_salt)
-        return self._derive(b"cache", *(field.encode("utf-8", "surrogatepass") for field in fields))
+        return _kept(self, b"cache", tenant_id, adapter_sha256, model_revision, cache_salt)
 
     def idempotency_key(self, tenant_id: str, value: str) -> tuple[str, Secret]:
         """(hash, secret) of what a tenant sent as Idempotency-Key: the hash is for the database, hex; the secret, 32
@@ -129,6 +129,13 @@ class Secrets:
 
     def _derive(self, tag: bytes, *fields: bytes) -> bytes:
         return _digest(self.namespace_secret, tag, *fields)
+
+
+@lru_cache(1024)
+def _kept(secrets: Secrets, tag: bytes, *fields: str) -> bytes:
+    """Names that every request has: those of the last tenants and adapters are not derived anew."""
+    encoded = (field.encode("utf-8", "surrogatepass") for field in fields)
+    return _digest(secrets.namespace_secret, tag, *encoded)
 
 
 def _digest(key: Secret, *fields: bytes) -> bytes:

@@ -174,12 +174,14 @@ def _collect(served: Served, ready: threading.Event) -> None:
     ready.set()
 
 
-def start(home: Path, *options: str, timeout_s: float = 300, **ports: int) -> Served:
+def start(
+    home: Path, *options: str, timeout_s: float = 300, serve: tuple[str, ...] = ("./run", "serve"), **ports: int
+) -> Served:
     """Starts ``./run serve`` and waits for its ready line (a GPU's first start compiles its kernels)."""
     port, ops_port = ports.get("port") or free_port(), ports.get("ops_port") or free_port()
     home.mkdir(parents=True, exist_ok=True)
     log = home / "stderr.log"
-    command = ["./run", "serve", "--home", str(home), "--port", str(port), "--ops-port", str(ops_port), *options]
+    command = [*serve, "--home", str(home), "--port", str(port), "--ops-port", str(ops_port), *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TENORA_")}
     environment |= {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
     environment |= ON_GPU if on_gpu() else {}

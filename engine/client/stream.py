@@ -31,6 +31,7 @@ class EngineStream:
         "_events",
         "_loop",
         "_waiter",
+        "_wanted",
         "finished_ns",
         "request_id",
         "submitted_ns",
@@ -44,24 +45,31 @@ class EngineStream:
         self._loop = connection.loop
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._wanted = 1
         self._close_sent = False
 
-    async def next(self) -> list[Event]:
-        """All events that have arrived, at least one: waits for it. One caller at a time.
+    async def next(self, wanted: int = 1) -> list[Event]:
+        """All events that have arrived: waits for ``wanted`` of them, or the last. One caller at a time.
 
         Raises EngineLost when the connection dropped and everything that came before it has been taken.
         """
-        while not self._events:
-            if self._connection is None and not self.finished_ns:
-                raise EngineLost(f"connection lost during {self.request_id}")
-            assert not self.finished_ns, "next() after the terminal event"
+        self._wanted = wanted
+        while len(self._events) < wanted and not self._is_over:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        if not self._events:
+            assert not self.finished_ns, "next() after the terminal event"
+            raise EngineLost(f"connection lost during {self.request_id}")
         events, self._events = self._events, []
         return events
+
+    @property
+    def _is_over(self) -> bool:
+        """Nothing more will come."""
+        return bool(self.finished_ns) or self._connection is None
 
     def abort(self, choice: int = -1) -> None:
         """Ends one choice, or all; the terminal events still come. Nothing happens once it is over."""
@@ -94,7 +102,8 @@ class EngineStream:
     def push(self, event: Event) -> None:
         if not self._close_sent:
             self._events.append(event)
-            self._wake()
+            if len(self._events) >= self._wanted or self.finished_ns:
+                self._wake()
 
     def end(self, event: wire.Finished | wire.Rejected) -> None:
         self.finished_ns = time.monotonic_ns()

@@ -254,7 +254,7 @@ class Server:
 
     def _send_stats(self, connection: Connection, seq: int, families: list[wire.Family]) -> None:
         num_gateways = sum(each.is_gateway for each in self._connections)
-        own = _families(self._open, num_gateways, self._records)
+        own = own_families(self._open, num_gateways, self._records)
         told = [*with_disk_tier(families, self._disk), *self._gate.families(), *own]
         connection.send(wire.StatsReply(seq, told, self._last_refusal))
 
@@ -306,7 +306,7 @@ def _told(requests: OpenRequests, result: StepResult) -> dict[Connection, list[w
     return told
 
 
-def _families(requests: OpenRequests, num_gateways: int, records: RecordDelivery) -> list[wire.Family]:
+def own_families(requests: OpenRequests, num_gateways: int, records: RecordDelivery) -> list[wire.Family]:
     gauges = (
         ("tenora_engine_open_requests", "Requests not yet journaled.", len(requests)),
         ("tenora_engine_gateways", "Connected gateways.", num_gateways),

@@ -15,17 +15,18 @@ class LocalEngine(Child):
 
 
 class LocalLauncher:
-    """Starts `python -m engine` here, with the environment given."""
+    """Starts `python -m engine` here, with the environment given; ``module`` is another that takes its flags."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], module: str = "engine") -> None:
         self._environment = environment
+        self._module = module
 
     async def start(self, spec: EngineSpec, on_exit: OnExit) -> EngineHandle:
         spec.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         socket = spec.run_dir / f"engine-{spec.engine_id.partition('-')[0].removeprefix('e')}.sock"
         command = Command(
             name=f"engine {spec.engine_id}",
-            argv=[sys.executable, "-m", "engine", *_flags(spec, str(socket))],
+            argv=[sys.executable, "-m", self._module, *_flags(spec, str(socket))],
             ready_text=f"engine ready {spec.engine_id}",
             environment=self._environment,
         )

@@ -35,6 +35,11 @@ class Ticket:
         return self.work.principal.budget.is_prepaid
 
     @property
+    def is_extensible(self) -> bool:
+        """It is granted less than its answer may come to."""
+        return self.granted_tokens < self.work.sampling.max_tokens
+
+    @property
     def bound_picousd(self) -> int:
         """The most that it can cost with what it is granted now."""
         output_tokens = self.work.total_choices * self.granted_tokens

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import uvicorn
 
 from engine.client import EngineClient
-from gateway.launchers import EngineSpec, make_launcher
+from gateway.launchers import EngineSpec, Launcher, make_launcher
 from gateway.serve import fetch, valkey
 from gateway.serve.children import Child, ChildFailed, Command
 from gateway.serve.fleet import Fleet, Replica
@@ -49,8 +49,8 @@ class Model:
     source: str
 
 
-def serve(settings: Settings) -> None:
-    """Runs until SIGTERM or SIGINT and then drains. Raises CannotStart."""
+def serve(settings: Settings, launcher: Launcher | None = None) -> None:
+    """Runs until SIGTERM or SIGINT and then drains. Raises CannotStart. ``launcher`` None: the one of --launcher."""
     os.umask(0o077)  # nothing that we or our children keep is for others
     prepare_folders(settings)
     with contextlib.ExitStack() as stack:
@@ -59,7 +59,8 @@ def serve(settings: Settings) -> None:
         public = stack.enter_context(listen(settings.host, settings.port, "--port"))
         ops = stack.enter_context(listen(settings.serve.ops_host, settings.serve.ops_port, "--ops-port"))
         settings = _with_ports(settings, public, ops)
-        asyncio.run(Supervisor(settings, models, public, ops).run())
+        launcher = launcher or make_launcher(settings.serve.launcher, settings.child_environment())
+        asyncio.run(Supervisor(settings, models, public, ops, launcher).run())
 
 
 def prepare_folders(settings: Settings) -> None:
@@ -134,8 +135,16 @@ class _OpsServer(uvicorn.Server):
 class Supervisor:
     """One installation on this machine, from first start to drained."""
 
-    def __init__(self, settings: Settings, models: list[Model], public: socket.socket, ops: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        models: list[Model],
+        public: socket.socket,
+        ops: socket.socket,
+        launcher: Launcher,
+    ) -> None:
         self._settings = settings
+        self._launcher = launcher
         self._models = models
         self._public = public
         self._ops_socket = ops
@@ -192,9 +201,8 @@ class Supervisor:
         self._settings = replace(self._settings, redis_url=f"unix://{quote(str(socket_path))}")
 
     async def _start_engines(self) -> None:
-        launcher = make_launcher(self._settings.serve.launcher, self._settings.child_environment())
         for spec in engine_specs(self._settings, self._models):
-            handle = await launcher.start(spec, self._retire(spec.engine_id))
+            handle = await self._launcher.start(spec, self._retire(spec.engine_id))
             client = EngineClient(handle.address, "supervisor", role="observer")
             await client.start()
             self._fleet.replicas.append(Replica(spec, handle, client))

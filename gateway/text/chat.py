@@ -32,6 +32,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: dict[str, str], tokenizer: ModelTokenizer) -> None:
         self._template = _environment().from_string(source)
+        self._template.globals = dict(self._template.globals)  # a rendering reads all of them, slowly from their chain
         self._tokens = tokens
         self._knows_calls = "tool_calls" in source
         self._knows_tools = CALL_OPEN in source and "tools" in source
@@ -53,7 +54,10 @@ class ChatTemplate:
         if told and not self._knows_tools:
             plain, told = with_preamble(plain, told), []
         words = {"messages": plain} | ({"tools": told} if told else {})
-        mark = _unused_mark(words)
+        said = "".join(_strings(words))
+        if self._marks.search(said) is None:
+            return self._encode(self._render(words), "")
+        mark = _unused_mark(said)
         marked = _map_strings(words, lambda text: self._marks.sub(lambda m: m[1] or m[0] + mark, text))
         return self._encode(self._render(marked), mark)
 
@@ -158,6 +162,21 @@ def _arguments(call: Any) -> Any:
         return call.function.arguments
 
 
+def _strings(value: Any) -> list[str]:
+    """Every string in messages and tools, names of fields too, in no order."""
+    found, left = list[str](), [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, dict):
+            found += each
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return found
+
+
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
@@ -168,9 +187,8 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _unused_mark(words: dict[str, Any]) -> str:
-    seen: set[str] = set()
-    _map_strings(words, lambda text: seen.update(_ANY_MARK.findall(text)) or text)
+def _unused_mark(said: str) -> str:
+    seen = set(_ANY_MARK.findall(said))
     for mark in _MARKS:
         if mark not in seen:
             return mark

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gateway.call import Call
-from gateway.dispatch import CALLER_LEFT, Flight
 from gateway.errors import ApiError
+from gateway.flight import CALLER_LEFT, Flight
 from gateway.work import Work
 
 if TYPE_CHECKING:

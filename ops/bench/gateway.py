@@ -1,11 +1,12 @@
 """What a request costs the gateway's process, and how long it holds one up (performance.md §4).
 
-    ./run bench gateway [--requests N] [--rounds N] [--concurrency N] [--note TEXT]
+    ./run bench gateway [--engine answering|tiny] [--requests N] [--rounds N] [--concurrency N] [--note TEXT]
 
-``./run serve`` as a user starts it: one gateway, the embedded store, SQLite, an engine of a tiny random model. A tenant
+``./run serve`` as a user starts it: one gateway, the embedded store, SQLite. The engine answers at once (its wire and
+its journal are the real ones), or computes a tiny random model, on the same cores. A tenant
 with every kind of limit (so each request is reserved and settled) asks over kept connections; processor time is that of
 the gateway's process alone, all its threads, until its records are booked. Once without a collector of traces, once
-with every request traced. The engine is the real one: what it says a request took is taken off what callers waited.
+with every request traced. What the engine says that a request took is taken off what callers waited.
 Prints a line a case and appends it to results.jsonl. No peer runs here.
 """
 
@@ -16,6 +17,7 @@ import json
 import os
 import platform
 import sqlite3
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,6 +34,10 @@ from tests.served import Served, eventually, serving
 from tests.tiny import write_hf_dir
 
 OPTIONS = ("--dtype", "float32", "--block-size", "16", "--kv-blocks", "1024", "--context", "128", "--demo")
+ENGINES = {
+    "answering": (sys.executable, "-m", "ops.bench.answering_engine", "--serve"),
+    "tiny": ("./run", "serve"),
+}
 LIMITS = {
     **{"requests_per_minute": 10**7, "tokens_per_minute": 10**9, "concurrent_requests": 1000},
     "spend_limit_picousd_per_month": 10**17,
@@ -145,13 +151,15 @@ def lines_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for traced in (False, True):
             if traced:
                 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.url
-            with serving(Path(folder) / f"home-{traced}", "--model", f"tiny={model}", *OPTIONS) as served:
+            home, serve = Path(folder) / f"home-{traced}", ENGINES[options.engine]
+            with serving(home, "--model", f"tiny={model}", *OPTIONS, serve=serve) as served:
                 yield from ({"traced": traced} | line for line in measure(served, options))
         assert collector.spans, "nothing was traced"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="./run bench gateway", description=__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="answering")
     parser.add_argument("--requests", type=int, default=1000, help="of each case and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=16, help="callers at once")
@@ -163,6 +171,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("litestar", "uvicorn")},
         "concurrency": options.concurrency,
+        "engine": options.engine,
         "note": options.note,
     }
     with RESULTS.open("a") as results:

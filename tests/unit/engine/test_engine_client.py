@@ -132,6 +132,33 @@ def test_what_came_before_the_loss_can_still_be_taken(tmp_path):
     asyncio.run(main())
 
 
+def test_who_wants_several_events_waits_for_them_or_for_the_last(tmp_path):
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path) as client:
+            stream = client.submit(submit("r1", max_tokens=20))
+            first = await stream.next(8)
+            assert len(first) >= 8
+            rest = await stream.next(1000)
+            assert len(first) + len(rest) == 21
+            assert isinstance(rest[-1], wire.Finished)
+
+    asyncio.run(main())
+
+
+def test_who_wants_more_events_than_came_before_a_loss_gets_those(tmp_path):
+    async def main():
+        async with live_server(tmp_path), live_client(tmp_path) as client:
+            stream = client.submit(submit("r1", max_tokens=400))
+            waiting = asyncio.create_task(stream.next(1000))
+            await until(lambda: len(stream._events) >= 3, "three events")
+            client._connection.abort()
+            assert len(await waiting) >= 3
+            with pytest.raises(EngineLost):
+                await stream.next()
+
+    asyncio.run(main())
+
+
 def test_an_engine_of_another_protocol_is_named_at_once(tmp_path):
     async def refuse(reader, writer):
         await reader.read(1)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from gateway_harness import House, eventually, rows, running_house, stopped
 
-from gateway.dispatch import Flight
+from gateway.flight import Flight
 from gateway.streaming import Streamed, Whole
 from tenants.tables import LedgerEntry, RequestRecord
 
