@@ -323,7 +323,7 @@ def test_a_layer_of_the_engine_computes_and_counts_the_tokens_of_a_step_that_is_
     """By the kernels, which a tensor of a GPU gets, as by the reference without what fills up."""
     gate_up, down = weights_of(8, 32, 24, FLOAT)
     config = MoeConfig(8, 2, 24, renormalize=True, layers=(0,))
-    plain, filled = (MoeMlp(config, draw(8, 32, seed=7), (gate_up, down), None) for _ in range(2))
+    plain, filled = (MoeMlp(0, config, draw(8, 32, seed=7), (gate_up, down), None) for _ in range(2))
     x, memory = draw(8, 32), torch.zeros(16, 2, dtype=torch.int32)
     expected = plain(x[:5], LoraStep(None, None))
     filled.keep_choices(memory)
