@@ -30,7 +30,7 @@ PROMPTS = (([5, 6, 7, 8, 9, 10, 11], -1), ([3, 4, 5] * 4, 0), ([9, 8, 7], 1), ([
 
 
 class Stage:
-    """The model, its pools, and sequences whose prompts are computed; ``logits`` are those of the prompts' last tokens."""
+    """The model, its pools, and sequences whose prompts are computed: ``logits`` are of their last tokens."""
 
     def __init__(self, *, is_static: bool) -> None:
         self.model = Decoder(MODEL, moe_weights(MODEL))
