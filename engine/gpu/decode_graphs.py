@@ -33,7 +33,7 @@ from kernels.sgmv.captured import CapturedSgmv, fill_segments, segment_numbers
 from kernels.timing import timed
 from kernels.upload import spans, upload
 
-GRAPH_BYTES = 6 << 20  # of one captured step, in the driver
+GRAPH_BYTES = 6 << 20  # of one captured step, in the driver; as much again for experts in all layers
 _BUFFERS = 3  # pinned arrays in turn: a step's is read by the device while the next one's is filled
 
 
@@ -173,7 +173,9 @@ def graph_bytes(model: ModelConfig, config: EngineConfig, device: torch.device) 
     largest = max((kind.size, kind.has_groups) for kind in kinds)
     shape = decode_shape(model, config, device, largest[0], has_groups=largest[1])
     partials = shape.most_partials * attention.num_kv_heads * (attention.head_dim + 2) * torch.float32.itemsize
-    return len(kinds) * GRAPH_BYTES + partials + experts
+    layers_with_experts = len(model.moe.layers) if model.moe else 0
+    graphs = len(kinds) * GRAPH_BYTES * (model.num_layers + layers_with_experts) // model.num_layers
+    return graphs + partials + experts
 
 
 def decode_shape(
