@@ -215,11 +215,11 @@ def _card(
         eos_token_ids=model.eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
-        experts=_expert_card(model),
+        experts=_expert_card(model, device),
     )
 
 
-def _expert_card(model: ModelConfig) -> wire.ExpertCard | None:
+def _expert_card(model: ModelConfig, device: torch.device) -> wire.ExpertCard | None:
     if model.moe is None:
         return None
     return wire.ExpertCard(
@@ -227,5 +227,5 @@ def _expert_card(model: ModelConfig) -> wire.ExpertCard | None:
         hidden_size=model.hidden_size,
         width=model.moe.intermediate_size,
         layers=model.moe.layers,
-        takes_adapters=False,
+        takes_adapters=device.type == "cpu",
     )

@@ -219,7 +219,7 @@ class Scheduler:
             elif token_ids[-1] == PENDING and _is_last(sequence, context_tokens):
                 pass
             elif start < len(sequence.block_table) * block_size or self._has_next_block(sequence, draft):
-                samples, again = sequence.limit > 0, int(sequence.num_given_back > start)
+                samples, again = sequence.limit > 0, 1 if sequence.num_given_back > start else 0
                 chunks.append(Chunk(sequence, start, 1, samples, False, sequence.num_preemptions, again))
                 if sequence.num_charged_tokens <= start:
                     sequence.num_charged_tokens = start + 1

@@ -111,7 +111,13 @@ def target_here() -> GPUTarget:
 
 def _start(target: GPUTarget) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "kernels.ahead", target.backend, str(target.arch), str(target.warp_size)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    return subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # who interrupts a terminal's processes means us; they end when their input does
+    )
 
 
 class _Elsewhere:

@@ -4,6 +4,7 @@
 kernels/ beyond what tests.oracle has for attention.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from engine.models.config import ModelConfig, MoeConfig
 from tests import oracle
 from tests.families import family_weights
-from tests.tiny import Adapter, hf_config, tiny_adapter, tiny_config
+from tests.tiny import Adapter, hf_config, merged, tiny_adapter, tiny_config
 
 EXPERTS, WIDTH, SHARED_WIDTH = 8, 12, 20
 _MIXTRAL = MoeConfig(EXPERTS, 2, WIDTH, renormalize=True, layers=(0, 1))
@@ -64,13 +65,48 @@ def moe_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.f
 
 
 def moe_adapters(config: ModelConfig) -> dict[str, Adapter]:
-    """Of attention's modules, which are all that a model with experts lets an adapter have."""
+    """Of attention's modules, of experts, of both."""
     return {
         "a": tiny_adapter(1, rank=4, modules=("q_proj", "k_proj", "v_proj", "o_proj"), config=config),
-        "b": tiny_adapter(2, rank={"q_proj": 4, "v_proj": 8}, modules=("q_proj", "v_proj"), config=config),
-        "c": tiny_adapter(3, rank=16, modules=("v_proj", "o_proj"), config=config),
-        "d": tiny_adapter(4, rank=2, modules=("q_proj", "k_proj", "o_proj"), layers=(1,), config=config),
+        "b": tiny_adapter(2, rank={"q_proj": 4, "v_proj": 8}, modules=("q_proj", "v_proj"), config=config)
+        | expert_adapter(config, 12, rank=3, parts=("gate_proj", "up_proj", "down_proj")),
+        "c": expert_adapter(config, 13, rank=16, parts=("down_proj",), experts=(0, 3, 7)),
+        "d": tiny_adapter(4, rank=2, modules=("q_proj", "k_proj", "o_proj"), layers=(1,), config=config)
+        | expert_adapter(config, 14, rank=9, parts=("up_proj",), experts=range(6)),
     }
+
+
+def expert_adapter(
+    config: ModelConfig, seed: int, *, rank: int, parts: Iterable[str], experts: Iterable[int] = range(EXPERTS)
+) -> Adapter:
+    """Random pairs of some experts in all layers that have them."""
+    moe = config.moe
+    assert moe is not None
+    draw = torch.Generator().manual_seed(20_000 + seed)
+    hidden, width = config.hidden_size, moe.intermediate_size
+    adapter: Adapter = {}
+    for layer in moe.layers:
+        for part in parts:
+            num_in, num_out = (width, hidden) if part == "down_proj" else (hidden, width)
+            for expert in experts:
+                a = torch.randn(rank, num_in, generator=draw) / num_in**0.5
+                b = torch.randn(num_out, rank, generator=draw) / rank**0.5
+                adapter[layer, f"experts.{expert}.{part}"] = (a, b, 2.0)
+    return adapter
+
+
+def moe_merged(weights: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
+    """As ``merged``, with pairs of experts: expert e's part of the fused weight grows by scale · B · A."""
+    out = merged(weights, {place: pair for place, pair in adapter.items() if not place[1].startswith("experts.")})
+    for (layer, module), (a, b, scale) in adapter.items():
+        if module.startswith("experts."):
+            _, expert, part = module.split(".")
+            name = f"model.layers.{layer}.mlp.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
+            first = len(b) if part == "up_proj" else 0
+            out[name] = out[name].clone()
+            rows = out[name][int(expert), first : first + len(b)]
+            rows.copy_(rows.double() + scale * b.double() @ a.double())
+    return out
 
 
 def moe_logits(config: ModelConfig, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+MODULES = (*ATTENTION_MODULES, *MLP_MODULES)
+EXPERT = "experts."  # begins the name of what each expert has one of; of one expert: experts.3.gate_proj
 SCALE = "_scale"  # behind the name of a weight of 8 bits: its scales, fp32, as QuantisedWeight has them
 
 
@@ -108,6 +110,15 @@ def module_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     )
     adaptable = MODULES if config.moe is None else ATTENTION_MODULES
     return {name: size for name, size in zip(MODULES, sizes, strict=True) if name in adaptable}
+
+
+def expert_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The linears that each expert of ``config.moe.layers`` has: EXPERT + name → (in, out). Empty without experts."""
+    if config.moe is None:
+        return {}
+    hidden, inner = config.hidden_size, config.moe.intermediate_size
+    sizes = (hidden, inner), (hidden, inner), (inner, hidden)
+    return {EXPERT + name: size for name, size in zip(MLP_MODULES, sizes, strict=True)}
 
 
 def _no_window(raw: Mapping[str, Any]) -> int | None:

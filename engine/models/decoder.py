@@ -170,9 +170,10 @@ class Decoder:
 
     def keep_choices(self, most_tokens: int) -> None:
         """From now on the experts of a step's tokens stand where they stood in the step before, so that a captured
-        step's are found too. No step has more than ``most_tokens`` rows."""
+        step's are found too. No step has more than ``most_tokens`` rows; who asks for more later makes earlier captures
+        void, for less does not."""
         moe, mlps = self.config.moe, self._expert_mlps()
-        if moe is None:
+        if moe is None or (self._choices is not None and self._choices.shape[1] >= most_tokens):
             return
         self._choices = self.embedding.new_zeros(len(mlps), most_tokens, moe.top_k, dtype=torch.int32)
         for mlp, own in zip(mlps, self._choices, strict=True):

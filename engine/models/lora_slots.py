@@ -1,7 +1,7 @@
 """Device memory for adapters, and the way into it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engine.errors import InvalidAdapter
 from engine.memory import lazy_zeros
-from engine.models.config import ModelConfig, module_sizes
+from engine.models.config import EXPERT, ModelConfig, expert_sizes, module_sizes
 from engine.weights.adapter import AdapterWeights, LoraPair
 from kernels.sgmv import RANK_MULTIPLE, LoraSlice
 
-Place = tuple[int, str]  # layer and module
+Place = tuple[int, str]  # layer and module; that of one expert: experts.3.gate_proj, that of all: experts.gate_proj
 Ranks = tuple[tuple[Place, int], ...]
 _MAX_VIEWS = 256  # lists of views that are kept
 _ALIGNED = 8  # elements: vectors of 16 bytes
@@ -40,6 +40,9 @@ class LoraSlots:
     when the first adapter with that module arrives; ``is_static`` (by default on a GPU, where graphs remember
     addresses): all of it at once, with a table of the true ranks beside it, in which one more slot, number
     ``num_slots``, stays empty.
+
+    A module of E experts stands there as if each slot were E of them: A [S · E, R, in], expert e of slot s in
+    number s · E + e. Static slots have none.
     """
 
     def __init__(
@@ -48,8 +51,11 @@ class LoraSlots:
         self.num_slots = num_slots
         self.max_lora_rank = max_lora_rank
         self.is_static = like.device.type == "cuda" if is_static is None else is_static
-        self._sizes = module_sizes(config)
+        self._plain_sizes = module_sizes(config)
+        self._sizes = self._plain_sizes | expert_sizes(config)
         self._num_layers = config.num_layers
+        self._num_experts = config.moe.num_experts if config.moe else 0
+        self._expert_layers = config.moe.layers if config.moe else ()
         self._like = like  # dtype and device
         self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
         self._lora_ranks: dict[Place, list[int]] = {}
@@ -87,13 +93,13 @@ class LoraSlots:
         """Zeroes everything of ``slot``."""
         assert 0 <= slot < self.num_slots, slot
         if self._slot_ranks[slot]:
-            held = tuple((place, ranks[slot]) for place, ranks in self._lora_ranks.items() if ranks[slot])
+            held = tuple(self._held(slot))
             torch._foreach_zero_(self._views(slot, held))  # pyright: ignore[reportPrivateImportUsage]
             self._set_ranks(slot, dict.fromkeys(dict(held), 0))
 
     def rehearse(self) -> None:
         """Takes the way of an adapter once, so that the first one meets nothing that is still to be loaded."""
-        module, (num_in, num_out) = next(iter(self._sizes.items()))
+        module, (num_in, num_out) = next(iter(self._plain_sizes.items()))
         pair = LoraPair(torch.zeros(1, num_in), torch.zeros(num_out, 1), 1.0)
         self.load_slot(0, self.prepare(AdapterWeights({(0, module): pair}, 0)))
         self.clear_slot(0)
@@ -126,12 +132,12 @@ class LoraSlots:
         return found
 
     def _reserve(self) -> None:
-        places = [(layer, module) for layer in range(self._num_layers) for module in self._sizes]
+        places = [(layer, module) for layer in range(self._num_layers) for module in self._plain_sizes]
         self._rows = {place: row for row, place in enumerate(places)}
         self._table = torch.zeros(len(places), self.num_slots + 1, dtype=torch.int32, device=self._like.device)
         for place in places:
             self._pair(place)
-        sizes = sum(sum(size) for size in self._sizes.values())
+        sizes = sum(sum(size) for size in self._plain_sizes.values())
         most = self._num_layers * sizes * self.max_lora_rank + 2 * _ALIGNED * len(places)
         self._transfer = Transfer(most, self._like)
 
@@ -153,9 +159,12 @@ class LoraSlots:
             self._check(layer, module, pair)
 
     def _check(self, layer: int, module: str, pair: LoraPair) -> None:
-        if not 0 <= layer < self._num_layers or module not in self._sizes:
+        name, member = _split(module)
+        layers = self._expert_layers if name.startswith(EXPERT) else range(self._num_layers)
+        held = self._plain_sizes if self.is_static else self._sizes
+        if layer not in layers or name not in held or member >= self._num_members(name):
             raise InvalidAdapter(f"the model has no {module} in layer {layer}")
-        num_in, num_out = self._sizes[module]
+        num_in, num_out = self._sizes[name]
         lora_rank = pair.a.shape[0]
         if pair.a.shape != (lora_rank, num_in) or pair.b.shape != (num_out, lora_rank):
             shapes = f"A {tuple(pair.a.shape)} and B {tuple(pair.b.shape)}"
@@ -164,10 +173,28 @@ class LoraSlots:
             raise InvalidAdapter(f"layer {layer} {module}: rank {lora_rank}, allowed are 1 to {self.max_lora_rank}")
 
     def _load_pair(self, slot: int, place: Place, pair: LoraPair) -> None:
-        a, b = self._pair(place)
+        whole, number = self._number(slot, place)
+        a, b = self._pair(whole)
         lora_rank = pair.a.shape[0]
-        a[slot, :lora_rank].copy_(pair.a)
-        b[slot, :lora_rank].copy_((pair.b.float() * pair.scale).T)
+        a[number, :lora_rank].copy_(pair.a)
+        b[number, :lora_rank].copy_((pair.b.float() * pair.scale).T)
+
+    def _num_members(self, module: str) -> int:
+        """How many of it a slot has."""
+        return self._num_experts if module.startswith(EXPERT) else 1
+
+    def _number(self, slot: int, place: Place) -> tuple[Place, int]:
+        """Where memory has a module of a slot, or of one of its experts."""
+        name, member = _split(place[1])
+        return (place[0], name), slot * self._num_members(name) + member
+
+    def _held(self, slot: int) -> Iterator[tuple[Place, int]]:
+        """What the slot has, and its rank there."""
+        for (layer, name), ranks in self._lora_ranks.items():
+            members = self._num_members(name)
+            for member, lora_rank in enumerate(ranks[slot * members : (slot + 1) * members]):
+                if lora_rank:
+                    yield (layer, _of_member(name, member)), lora_rank
 
     def _load_packed(self, slot: int, packed: PackedAdapter) -> None:
         assert self._transfer is not None, "packed for other slots"
@@ -176,10 +203,11 @@ class LoraSlots:
 
     def _set_ranks(self, slot: int, lora_ranks: Mapping[Place, int]) -> None:
         for place, lora_rank in lora_ranks.items():
-            self._lora_ranks[place][slot] = lora_rank
+            whole, number = self._number(slot, place)
+            self._lora_ranks[whole][number] = lora_rank
         self._slot_ranks[slot] = max(lora_ranks.values(), default=0)
         self._slot_bytes[slot] = self._like.itemsize * sum(
-            lora_rank * sum(self._sizes[place[1]]) for place, lora_rank in lora_ranks.items()
+            lora_rank * sum(self._sizes[_split(place[1])[0]]) for place, lora_rank in lora_ranks.items()
         )
         self._slices.clear()
         if self.is_static:
@@ -193,16 +221,18 @@ class LoraSlots:
         if found is None:
             if len(self._kept_views) >= _MAX_VIEWS:
                 self._kept_views.clear()
-            found = [tensor[slot, :lora_rank] for place, lora_rank in lora_ranks for tensor in self._pairs[place]]
+            places = [(*self._number(slot, place), lora_rank) for place, lora_rank in lora_ranks]
+            found = [tensor[number, :rank] for whole, number, rank in places for tensor in self._pairs[whole]]
             self._kept_views[slot, lora_ranks] = found
         return found
 
     def _pair(self, place: Place) -> tuple[Tensor, Tensor]:
         if place not in self._pairs:
             num_ranks = -(-self.max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
-            a, b = (lazy_zeros((self.num_slots, num_ranks, size), self._like) for size in self._sizes[place[1]])
+            number = self.num_slots * self._num_members(place[1])
+            a, b = (lazy_zeros((number, num_ranks, size), self._like) for size in self._sizes[place[1]])
             self._pairs[place] = a, b
-            self._lora_ranks[place] = [0] * self.num_slots
+            self._lora_ranks[place] = [0] * number
         return self._pairs[place]
 
 
@@ -235,6 +265,19 @@ class Transfer:
         torch._foreach_copy_(targets, self._parts[1])  # pyright: ignore[reportPrivateImportUsage]
         if self._is_cuda:
             self._placed.record()
+
+
+def _split(module: str) -> tuple[str, int]:
+    """experts.3.gate_proj → experts.gate_proj, 3; another module and 0; "" for what only looks like an expert's."""
+    if not module.startswith(EXPERT):
+        return module, 0
+    member, _, name = module.removeprefix(EXPERT).partition(".")
+    return (EXPERT + name, int(member)) if member.isdecimal() else ("", 0)
+
+
+def _of_member(name: str, member: int) -> str:
+    """The way back."""
+    return f"{EXPERT}{member}.{name.removeprefix(EXPERT)}" if name.startswith(EXPERT) else name
 
 
 def pack(weights: AdapterWeights, like: Tensor) -> PackedAdapter:

@@ -2,20 +2,35 @@
 
 Weights under ``model.layers.N.mlp.``: ``gate.weight`` [E, H] (the router), ``experts.gate_up_proj`` [E, 2I, H] and
 ``experts.down_proj`` [E, H, I]; ``shared_expert.{gate,up,down}_proj.weight`` and ``shared_expert_gate.weight`` [1, H].
-``engine/weights/experts.py`` brings what checkpoints hold into these names. No adapter touches any of them.
+``engine/weights/experts.py`` brings what checkpoints hold into these names. Adapters may have pairs for single experts,
+none for routers and shared experts.
 """
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig, MoeConfig
+from engine.models.config import EXPERT, ModelConfig, MoeConfig
 from engine.models.linear import Linear, LoraStep
 from engine.models.mlp import GatedMlp
 from kernels.linear import LinearWeight, linear
-from kernels.moe import ExpertWeights, RoutingRule, combine, grouped_linear, grouped_silu_mul, plan_experts, route
+from kernels.moe import (
+    ExpertPlan,
+    ExpertWeights,
+    RoutingRule,
+    combine,
+    grouped_linear,
+    grouped_silu_mul,
+    plan_experts,
+    route,
+)
+from kernels.sgmv import SgmvPlan, plan_sgmv, sgmv
+from kernels.silu_mul import silu_mul
 
+_GATE_UP = (f"{EXPERT}gate_proj", f"{EXPERT}up_proj")
+_DOWN = (f"{EXPERT}down_proj",)
 Weights = Mapping[str, Tensor]
 
 
@@ -35,7 +50,10 @@ class MoeMlp:
     fills up a captured one or a kernel's tile. ``chosen`` [≥ T, K] int32: the experts of the last step's tokens, and
     behind them anything."""
 
-    def __init__(self, moe: MoeConfig, router: Tensor, experts: tuple[Tensor, Tensor], shared: SharedExpert | None):
+    def __init__(
+        self, layer: int, moe: MoeConfig, router: Tensor, experts: tuple[Tensor, Tensor], shared: SharedExpert | None
+    ) -> None:
+        self.layer = layer
         self.top_k = moe.top_k
         self.rule = RoutingRule(softmax_first=True, renormalize=moe.renormalize)
         self.router = LinearWeight(router)
@@ -54,9 +72,22 @@ class MoeMlp:
         if kept is None:
             self.chosen = topk_ids
         plan = plan_experts(topk_ids, self.gate_up.num_experts, self.num_tokens_of, lora.num_tokens)
-        inner = grouped_silu_mul(x, self.gate_up, plan)
-        y = combine(grouped_linear(inner, self.down, plan), topk_weights, plan)
+        y = combine(self._of_pairs(x, plan, lora), topk_weights, plan)
         return y if self.shared is None else y + self.shared(x, lora)
+
+    def _of_pairs(self, x: Tensor, plan: ExpertPlan, lora: LoraStep) -> Tensor:
+        """What each pair's expert answers, with its token's adapter, [T·K, H] in the order of the plan."""
+        gate_up, down = lora.slices(self.layer, _GATE_UP), lora.slices(self.layer, _DOWN)
+        if lora.plan is None or not (gate_up or down):
+            return grouped_linear(grouped_silu_mul(x, self.gate_up, plan), self.down, plan)
+        adapters = adapters_of_pairs(plan, lora.plan)
+        rows = x[plan.pairs // plan.top_k]
+        inner = grouped_linear(rows, self.gate_up, plan)
+        sgmv(inner, rows, gate_up, adapters)
+        inner = silu_mul(inner)
+        y = grouped_linear(inner, self.down, plan)
+        sgmv(y, inner, down, adapters)
+        return y
 
     def keep_choices(self, chosen: Tensor) -> None:
         """In this memory [most rows of a step, K] int32 from now on."""
@@ -69,6 +100,16 @@ class MoeMlp:
 
     def linears(self) -> "tuple[Linear | MoeMlp, ...]":
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
+
+
+def adapters_of_pairs(plan: ExpertPlan, lora: SgmvPlan) -> SgmvPlan:
+    """The pairs of a step by slot · E + expert, as LoraSlots numbers them. On a CPU."""
+    slots = np.full(lora.num_rows, -1)
+    for slot, rows in lora.rows_of_slot.items():
+        slots[rows] = slot
+    own, num_experts = slots[(plan.pairs // plan.top_k).numpy()], len(plan.counts)
+    numbers = own * num_experts + np.arange(num_experts).repeat(plan.counts.numpy())
+    return plan_sgmv(np.where(own < 0, -1, numbers).tolist(), lora.device)
 
 
 def expert_uses(chosen: Tensor, owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
@@ -108,7 +149,7 @@ def moe_mlp(config: ModelConfig, weights: Weights, layer: int) -> MoeMlp | Gated
         mlp = _without_adapters(weights, f"{prefix}.shared_expert", layer)
         shared = SharedExpert(mlp, weights[f"{prefix}.shared_expert_gate.weight"])
     experts = weights[f"{prefix}.experts.gate_up_proj"], weights[f"{prefix}.experts.down_proj"]
-    return MoeMlp(moe, weights[f"{prefix}.gate.weight"], experts, shared)
+    return MoeMlp(layer, moe, weights[f"{prefix}.gate.weight"], experts, shared)
 
 
 def _without_adapters(weights: Weights, prefix: str, layer: int) -> GatedMlp:

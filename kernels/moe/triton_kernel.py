@@ -73,7 +73,7 @@ def _gate_up_rows(
     i_tokens = tl.load(p_pairs + i_first + o_rows, mask=m_rows, other=0).to(tl.int64) // TOP_K
     o_both = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
     p_own = p_weight + (o_both % 2 * SIZE + o_both // 2) * SIZE_IN
-    m_both = o_both < 2 * SIZE
+    m_both = o_both < 2 * SIZE if 2 * SIZE % BLOCK_N else tl.full((BLOCK_N,), True, tl.int1)
     b_both = _product(p_x + i_tokens * stride_x, p_own, m_rows, m_both, SIZE_IN, ROWS, BLOCK_N, BLOCK_K)
     kind = p_out.dtype.element_ty
     b_gate, b_up = tl.split(b_both.to(kind).to(tl.float32).reshape(ROWS, BLOCK_N // 2, 2))
@@ -138,7 +138,7 @@ def _down_rows(
     o_rows = tl.arange(0, ROWS)
     m_rows = o_rows < num_own
     o_out = i_column * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_out = o_out < SIZE
+    m_out = o_out < SIZE if SIZE % BLOCK_N else tl.full((BLOCK_N,), True, tl.int1)
     p_rows = p_x + (i_first + o_rows) * SIZE_IN
     b_y = _product(p_rows, p_weight + o_out * SIZE_IN, m_rows, m_out, SIZE_IN, ROWS, BLOCK_N, BLOCK_K)
     p_own = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]

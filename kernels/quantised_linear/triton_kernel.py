@@ -25,7 +25,7 @@ def _finish(b_sum, p_scales, p_bias, o_out, m_out, SCALED: tl.constexpr, HAS_BIA
     return b_sum
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _multiply(
     p_x,
     p_weight,
@@ -82,7 +82,7 @@ def _multiply(
     tl.store(p_own, b_sum.to(p_out.dtype.element_ty), mask=m_out[:, None] & m_rows[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _add_parts(
     p_partials,
     p_scales,

@@ -16,7 +16,7 @@ from kernels.quantised_linear.reference import BLOCK
 from kernels.tiles import power_of_2, tiles
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])
+@triton.jit
 def _widen(
     p_data,
     p_scales,

@@ -82,8 +82,7 @@ async def alert_of_limits(session: AsyncSession, tenant_id: str, now_unix_ns: in
         tenant = _Watched(*row)
         if tenant.limit_picousd is not None:
             window = _window(tenant, period_of(now_unix_ns, tenant.time_zone, tenant.anchor_day))
-            _, now = await _add(session, tenant_id, window, 0)
-            await _emit_passed(session, tenant, window, 0, now)
+            await _emit_passed(session, tenant, window, 0, (await _add(session, tenant_id, window, 0)).now)
         if tenant.is_prepaid:
             await _alert_of_credit(session, tenant)
 
@@ -93,9 +92,15 @@ async def _alert_of_budget(session: AsyncSession, tenant: _Watched, spent: Seque
     for unix_ns, picousd in spent:
         months[period_of(unix_ns, tenant.time_zone, tenant.anchor_day)] += picousd
     for period in sorted(months, key=lambda each: each.start_unix_ns):
-        window = _window(tenant, period)
-        before, now = await _add(session, tenant.tenant_id, window, months[period])
-        await _emit_passed(session, tenant, window, before, now)
+        added = await _add(session, tenant.tenant_id, _window(tenant, period), months[period])
+        if (
+            added.stamp > tenant.changed_unix_ns
+        ):  # the limit was changed since we read it, and nothing of ours was in it
+            changed = (await (await session.connection()).execute(_WATCHED, {"tenant_ids": [tenant.tenant_id]})).first()
+            if changed is None or changed.spend_limit_picousd_per_month is None:
+                return
+            tenant = _Watched(*changed)
+        await _emit_passed(session, tenant, _window(tenant, period), added.before, added.now)
 
 
 def _window(tenant: _Watched, period: Period) -> Window:
@@ -127,8 +132,16 @@ async def _alert_of_credit(session: AsyncSession, tenant: _Watched) -> None:
             await emit(session, tenant.tenant_id, "credit.low", data, once=once)
 
 
-async def _add(session: AsyncSession, tenant_id: str, window: Window, more: int) -> tuple[int, int]:
-    """(before, now) of the window's total, which is nobody else's until the commit. One that is new, or older than its
+class _Added(NamedTuple):
+    """A total before and now, and the stamp of the limit that it was last counted for."""
+
+    before: int
+    now: int
+    stamp: int
+
+
+async def _add(session: AsyncSession, tenant_id: str, window: Window, more: int) -> _Added:
+    """To the window's total, which is nobody else's until the commit. One that is new, or older than its
     limit, is summed from the records: those of this transaction are among them, those of another one that waits for
     this row are not."""
     connection, month = await session.connection(), {"of_tenant": tenant_id, "of_period": window.period.label}
@@ -138,7 +151,7 @@ async def _add(session: AsyncSession, tenant_id: str, window: Window, more: int)
         before, stamp = 0, window.stamp
         now = await SpendRepository(session).spent(tenant_id, window)
     await connection.execute(_SET_TOTAL, month | {"now_picousd": now, "now_stamp": stamp})
-    return before, now
+    return _Added(before, now, stamp)
 
 
 async def _total(session: AsyncSession, connection: AsyncConnection, month: dict[str, str]) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def bucket_of(value: int) -> int:
     return octave * _PER_OCTAVE + bisect_left(_BOUNDS, value << _BITS - octave) - 1
 
 
-class Histogram(Struct, array_like=True):
+class Histogram(Struct, array_like=True, gc=False):  # in no cycle, and a report reads tens of thousands
     """Sparse. ``total`` is the exact sum of the samples, ``least`` and ``most`` are exact too (0 without any)."""
 
     counts: dict[int, int] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class ServiceSums(Struct, array_like=True):
         return not (any(self.valid.values()) or self.excluded or self.histograms)
 
 
-class Outline(Struct, array_like=True):
+class Outline(Struct, array_like=True, gc=False):  # as Histogram
     """ServiceSums whose histograms are left as they are encoded: most readers want one of them, or none."""
 
     valid: dict[str, int] = field(default_factory=dict)

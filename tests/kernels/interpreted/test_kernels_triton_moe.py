@@ -1,10 +1,16 @@
 """Experts under Triton's interpreter: routing, the order of pairs, the products, the sums."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models import moe
+from engine.models.config import MoeConfig
+from engine.models.linear import LoraStep
+from engine.models.moe import MoeMlp
 from kernels import tiles
 from kernels.moe import RoutingRule, reference, triton_kernel, triton_plan, triton_route
 from kernels.moe.plan import ExpertPlan
@@ -43,7 +49,7 @@ def _small_tiles(monkeypatch):
 
 def set_tables(monkeypatch, moe_plan: int, **rows: list[dict[str, int]]) -> None:
     """``moe_plan``: rows of a tile."""
-    sums = [{"block": 32, "num_warps": 4}]
+    sums = [{"block": 64, "num_warps": 4}]
     table = {**tiles._table("default"), "moe_plan": [{"block_m": moe_plan}], "moe_combine": sums, **rows}
     monkeypatch.setattr(tiles, "_table", lambda _: table)
 
@@ -67,7 +73,7 @@ def check_route(kernel, logits: Tensor, top_k: int, rule: RoutingRule) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("num_experts", "top_k"), [*SIZES, (257, 10)])
 def test_experts_and_weights_are_those_of_the_reference(num_experts, top_k, rule, dtype):
-    logits = torch.cat((draw(4, num_experts) * 3, draw(4, num_experts, seed=1).round())).to(dtype)
+    logits = torch.cat((draw(2, num_experts) * 3, draw(3, num_experts, seed=1).round())).to(dtype)
     check_route(triton_route, logits, top_k, rule)
 
 
@@ -143,8 +149,10 @@ def _check_tiles(plan: ExpertPlan, counts: list[int]) -> None:
     assert all(row[0] == -1 for row in rows if not row[2])
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), SIZES)
-@pytest.mark.parametrize("num_rows", [1, 2, 17, 33, 150])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "top_k"),
+    [*itertools.product([1, 17, 150], [8], [2]), (33, 7, 3), (150, 1, 1), (40, 5, 5), (2, 60, 4), (33, 60, 4)],
+)
 def test_pairs_stand_by_expert_and_then_by_token(num_rows, num_experts, top_k):
     for skew in (0.0, 0.3):
         check_plan(triton_plan, routed(num_rows, num_experts, top_k, skew=skew), num_experts)
@@ -254,8 +262,8 @@ def check_step(
     ("num_rows", "experts", "sizes"),
     [
         (1, (8, 2), (48, 40)),
-        (3, (128, 8), (32, 16)),  # Qwen3-30B-A3B: more experts than pairs
-        (40, (3, 2), (48, 56)),  # Mixtral: several tiles of an expert
+        (2, (64, 8), (32, 16)),  # Qwen3-30B-A3B: more experts than pairs
+        (30, (3, 2), (48, 70)),  # Mixtral: several tiles of an expert
         (20, (7, 3), (37, 21)),
         (5, (5, 5), (16, 1)),
         (17, (1, 1), (33, 20)),
@@ -311,6 +319,31 @@ def test_a_tokens_bits_depend_on_no_other_token_of_the_step(dtype):
     assert torch.equal(beside[:5], whole[:5])
 
 
+def test_a_layer_of_the_engine_computes_and_counts_the_tokens_of_a_step_that_is_filled_up(monkeypatch):
+    """By the kernels, which a tensor of a GPU gets, as by the reference without what fills up."""
+    gate_up, down = weights_of(8, 32, 24, FLOAT)
+    config = MoeConfig(8, 2, 24, renormalize=True, layers=(0,))
+    plain, filled = (MoeMlp(0, config, draw(8, 32, seed=7), (gate_up, down), None) for _ in range(2))
+    x, memory = draw(8, 32), torch.zeros(16, 2, dtype=torch.int32)
+    expected = plain(x[:5], LoraStep(None, None))
+    filled.keep_choices(memory)
+    for name, op in {
+        "route": lambda logits, top_k, rule, ids: (ids, triton_route.route(logits, top_k, rule, ids)),
+        "plan_experts": triton_plan.plan_experts,
+        "grouped_silu_mul": lambda x, weights, plan: triton_kernel.grouped_silu_mul(x, weights.weight(), plan),
+        "grouped_linear": lambda x, weights, plan: triton_kernel.grouped_linear(x, weights.weight(), plan),
+        "combine": triton_route.combine,
+    }.items():
+        monkeypatch.setattr(moe, name, op)
+
+    out = filled(x, LoraStep(None, None, num_tokens=torch.tensor([5], dtype=torch.int32)))
+
+    assert_matches_reference(out[:5], expected.double())
+    assert (out[5:] == 0).all()
+    assert torch.equal(memory[:5], plain.chosen)
+    assert filled.num_tokens_of.tolist() == plain.num_tokens_of.tolist()
+
+
 def test_a_step_without_rows_computes_nothing():
     experts = weights_of(8, 64, 48, FLOAT)
     nothing = torch.zeros(0, 2, dtype=torch.int32)
@@ -321,7 +354,7 @@ def test_a_step_without_rows_computes_nothing():
 FAULTS = {
     "a weight of the next expert": ("i_expert * (2 * SIZE * SIZE_IN)", "(i_expert + 1) % 3 * (2 * SIZE * SIZE_IN)"),
     "gate for up": ("o_both % 2 * SIZE", "(1 - o_both % 2) * SIZE"),
-    "another token's row": ("// TOP_K\n", "// 1 % 40\n"),
+    "another token's row": ("// TOP_K\n", "// 1 % 30\n"),
     "rows of another tile": ("p_x + (i_first + o_rows) * SIZE_IN", "p_x + o_rows * SIZE_IN"),
     "a row of a neighbour written": (
         "m_rows = o_rows < num_own\n    i_tokens",
@@ -340,7 +373,7 @@ FAULTS = {
 def test_a_fault_planted_into_the_products_is_caught(fault, tmp_path):
     faulty = planted(triton_kernel, fault, tmp_path)
     with pytest.raises(AssertionError):
-        check_step(faulty, 40, (3, 2), (37, 21), FLOAT)
+        check_step(faulty, 30, (3, 2), (37, 21), FLOAT)
 
 
 SUM_FAULTS = {

@@ -9,16 +9,18 @@ from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import InvalidAdapter
 from engine.metering.cost import EXPERT
 from engine.models.config import MODULES, ModelConfig, UnsupportedConfig, from_hf, module_sizes
 from engine.models.decoder import Decoder
+from engine.models.lora_slots import LoraSlots
 from engine.models.moe import MoeMlp
 from engine.runner import Runner
 from engine.weights import UnsupportedModel, expected_shapes
 from engine.weights.experts import fuse
 from engine.wire import Flow, SamplingParams, Submit, pack_ids, unpack_ids
-from tests.tiny import hf_config, merged, tiny_adapter, tiny_config, tiny_weights
-from tests.tiny_moe import MOE, PLAIN, moe_adapters, moe_logits, moe_weights
+from tests.tiny import hf_config, tiny_adapter, tiny_config, tiny_weights
+from tests.tiny_moe import MOE, PLAIN, expert_adapter, moe_adapters, moe_logits, moe_merged, moe_weights
 from tests.tiny_steps import Steps, adapter_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -89,7 +91,7 @@ def test_mixed_prompts_and_adapters_equal_loops_over_tokens_and_experts(config):
     given = Steps(Decoder(config, weights), adapters).prefill(prompts)
 
     for (prompt, slot), logits in zip(prompts, given, strict=True):
-        reference = merged(weights, adapters[slot]) if slot >= 0 else weights
+        reference = moe_merged(weights, adapters[slot]) if slot >= 0 else weights
         expected = moe_logits(config, reference, prompt)
         assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
         torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-4)
@@ -173,7 +175,7 @@ def test_two_threads_give_the_bits_of_one(config, dtype):
 # ── adapters ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_attention_adapters_leave_experts_and_base_answers_to_the_bit(config):
+def test_adapters_leave_base_weights_and_base_answers_to_the_bit(config):
     weights = moe_weights(config)
     kept = {name: weight.clone() for name, weight in weights.items()}
     sizes = EngineConfig(block_size=4, num_blocks=512, context_tokens=512, adapter_slots=2)
@@ -213,6 +215,43 @@ def test_an_adapter_of_a_dense_mlp_finishes_its_own_requests_with_an_error(confi
 
     assert finished["x"].error_code
     assert not finished["y"].error_code
+
+
+@pytest.mark.parametrize(
+    ("layer", "module"),
+    [
+        (1, "experts.8.up_proj"),
+        (1, "experts.up_proj"),
+        (1, "experts.0.q_proj"),
+        (2, "experts.0.up_proj"),
+        (1, "experts"),
+    ],
+)
+def test_an_expert_that_is_not_there_takes_no_adapter_and_nobody_elses_changes(config, layer: int, module: str):
+    slots = LoraSlots(config, 2, 16, torch.zeros(1))
+    (place, pair), *_ = expert_adapter(config, 1, rank=2, parts=("up_proj",)).items()
+    slots.load_slot(1, adapter_weights({place: pair}))
+
+    with pytest.raises(InvalidAdapter, match=module):
+        slots.load_slot(0, adapter_weights({(layer, module): pair}))
+
+    held = slots.slices(place[0], ("experts.up_proj",))[0]
+    assert held.lora_ranks == (0,) * 8 + (2,) + (0,) * 7
+    assert held.b[8, :2].any()
+    assert not held.b[:8].any()
+
+
+def test_a_slot_that_changes_hands_keeps_nothing_of_an_adapter_on_experts(config):
+    slots = LoraSlots(config, 2, 16, torch.zeros(1))
+    moe = config.moe
+    slots.load_slot(1, adapter_weights(expert_adapter(config, 1, rank=5, parts=("gate_proj", "down_proj"))))
+    assert slots.num_bytes(1) == 4 * 5 * 2 * 8 * len(moe.layers) * (config.hidden_size + moe.intermediate_size)
+
+    slots.clear_slot(1)
+
+    assert (slots.num_bytes(1), slots.lora_rank(1)) == (0, 0)
+    assert not any(part.any() for pair in slots._pairs.values() for part in pair)
+    assert slots.slices(moe.layers[0], ("experts.gate_proj",)) == []
 
 
 # ── counts ───────────────────────────────────────────────────────────────────────────────────────
@@ -270,6 +309,17 @@ def test_experts_kept_where_captured_steps_leave_them_are_those_of_the_last_step
             uses.append(engine._runner._model.expert_uses(torch.arange(num_tokens), num_tokens))
         assert torch.equal(*uses)
         assert uses[0].sum() == num_tokens * config.moe.top_k * len(config.moe.layers)
+
+
+def test_two_runners_of_one_model_keep_its_choices_in_one_memory(config):
+    model = Decoder(config, moe_weights(config))
+    model.keep_choices(64)
+    kept = [mlp.chosen.data_ptr() for mlp in model._expert_mlps()]
+
+    model.keep_choices(32)
+
+    assert [mlp.chosen.data_ptr() for mlp in model._expert_mlps()] == kept
+    assert len(set(kept)) == len(config.moe.layers)
 
 
 def test_the_load_of_experts_is_told_in_the_metrics(config):

@@ -1,16 +1,22 @@
 """The ops API over SQLite and Valkey, spoken to over HTTP: scopes, tenants, limits, keys, ledger, health."""
 
 import asyncio
+import json
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from ops_client import client_of, error_of, eventually
+from sqlmodel import select
 
 from tenants import keys
+from tenants.database import Database
 from tenants.key_repository import OperatorRepository
-from tenants.tables import LedgerEntry
+from tenants.tables import Event, LedgerEntry
 from tests import plain
+from tests.invoicing import charge_on
+from tests.months import stay_within_a_month
 from tests.ops_server import OpsServer, ops_server_in_thread
 
 
@@ -30,8 +36,6 @@ def make_operator(server: OpsServer, *scopes: str) -> str:
     """Another operator's key, as its owner holds it."""
 
     async def work() -> str:
-        from tenants.database import Database
-
         database = Database(server.settings.database_url)
         await database.start()
         new = keys.issue("ops", server.context.secrets)
@@ -120,6 +124,30 @@ def test_limits_change_one_by_one_and_null_takes_one_away(ops: httpx.Client) -> 
     limits = answer.json()
     assert (limits["requests_per_minute"], limits["concurrent_requests"], limits["max_class"]) == (None, 2, "batch")
     assert ops.get(f"/tenants/{tenant_id}/limits").json() == limits
+
+
+def events_of(server: OpsServer, tenant_id: str) -> list[tuple[str, int]]:
+    """(kind, percent), as written."""
+
+    async def work() -> list[tuple[str, int]]:
+        database = Database(server.settings.database_url)
+        await database.start()
+        async with database.session() as session:
+            rows = (await session.exec(select(Event).where(Event.tenant_id == tenant_id))).all()
+        await database.close()
+        return [(row.kind, json.loads(row.data)["percent"]) for row in rows]
+
+    return asyncio.run(work())
+
+
+def test_a_limit_that_is_set_below_what_is_spent_is_told_at_once(server: OpsServer, ops: httpx.Client) -> None:
+    stay_within_a_month()
+    tenant_id = ops.post("/tenants", json={"name": "overspent"}).json()["id"]
+    charge_on(server.settings.database_url, tenant_id, time.time_ns())  # a few dollars
+
+    ops.patch(f"/tenants/{tenant_id}/limits", json={"spend_alerts": [50, 100], "spend_limit_picousd_per_month": 10**12})
+
+    assert sorted(events_of(server, tenant_id)) == [("budget.alert", 50), ("budget.alert", 100)]
 
 
 def test_a_class_that_is_none_is_refused_by_the_name_that_the_caller_used(ops: httpx.Client) -> None:

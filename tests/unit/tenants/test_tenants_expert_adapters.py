@@ -1,4 +1,4 @@
-"""LoRA on experts as it is uploaded: one adapter in every layout is one canonical file (case 6, the parse)."""
+"""LoRA on experts as it is uploaded: one adapter in every layout is one canonical file (case 6)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.models.config import MoeConfig
+from engine.models.decoder import Decoder
 from engine.weights.adapter import read_adapter
 from tenants.adapters.gate import CanonicalAdapter, InvalidAdapter, canonicalise
 from tenants.adapters.shape import AdapterShape, ExpertShape
@@ -39,6 +40,7 @@ from tests.expert_files import (
     target_parameters,
 )
 from tests.tiny_moe import PLAIN, moe_logits, moe_weights
+from tests.tiny_steps import Steps
 
 MODEL = replace(PLAIN["mixtral"], moe=MoeConfig(NUM_EXPERTS, 2, WIDTH, renormalize=True, layers=LAYERS))
 
@@ -85,8 +87,11 @@ def read_deltas(path: Path) -> Deltas:
     return found
 
 
+TOKENS = [5, 77, 131, 9, 250, 18]
+
+
 def logits(given: Deltas) -> torch.Tensor:
-    return moe_logits(MODEL, merged(given), [5, 77, 131, 9, 250, 18])
+    return moe_logits(MODEL, merged(given), TOKENS)
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
@@ -154,6 +159,21 @@ def test_the_engine_reads_what_is_written(upload: Upload, tmp_path: Path):
     ]
     assert weights.pairs[1, "experts.3.up_proj"].b.shape == (WIDTH, RANK)
     assert {pair.scale for pair in weights.pairs.values()} == {SCALE}
+
+
+@pytest.mark.parametrize("layout", [as_peft_now, as_peft_before])
+@pytest.mark.parametrize("targets", TARGETS, ids="+".join)
+def test_the_engine_computes_what_the_merged_weights_do(
+    upload: Upload, tmp_path: Path, targets: tuple[str, ...], layout: Layout
+):
+    accepted = upload(fused(targets, layout), target_parameters=target_parameters(targets))
+    steps = Steps(Decoder(MODEL, moe_weights(MODEL)))
+    steps.slots.load_slot(2, read_adapter(tmp_path / "out", accepted.sha256))
+
+    base, adapted = steps.prefill([(TOKENS, -1), (TOKENS, 2)])
+
+    torch.testing.assert_close(adapted.double(), logits(deltas(targets)), rtol=0, atol=1e-4)
+    assert float((adapted - base).abs().max()) > 0.1
 
 
 def test_items_keep_their_bits_in_every_dtype(upload: Upload):

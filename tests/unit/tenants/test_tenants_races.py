@@ -4,6 +4,7 @@ Each test holds a row that the others need, so that they stand in a line of its 
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,6 +20,7 @@ from tenants.errors import NotFound
 from tenants.events import emit
 from tenants.key_repository import KeyRepository
 from tenants.ledger import Ledger
+from tenants.quota.alerts import AlertFold, alert_of_limits
 from tenants.quota.wallet import WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.tables import (
@@ -27,6 +29,7 @@ from tenants.tables import (
     ApiKey,
     Event,
     Posting,
+    RequestRecord,
     UnbookedRecord,
     Wallet,
     WebhookDelivery,
@@ -221,5 +224,34 @@ def test_events_that_came_since_are_told_of_no_endpoint_of_a_tenant_that_is_dele
 
         assert done == [None, None]
         assert await all_of(database, WebhookDelivery) == []
+
+    with_database(body)
+
+
+def test_a_booking_that_waits_for_a_limit_to_be_lowered_alerts_of_what_it_passes(with_database):
+    async def body(database: Database) -> None:
+        tenant_id, card = await make_tenant(database), await publish(database)
+
+        async def lower(limit: int) -> None:
+            async with database.transaction() as session:
+                tenants = TenantRepository(session)
+                await tenants.lock(tenant_id)
+                await tenants.set_limits(tenant_id, {"spend_limit_picousd_per_month": limit, "spend_alerts": [50]})
+                await alert_of_limits(session, tenant_id, NOW)
+
+        async def settle() -> None:
+            async with database.transaction() as session:
+                await Ledger((AlertFold(),)).post(session, [request(tenant_id, card, NOW)], {})
+
+        await lower(10**15)
+        await settle()
+        price = (await all_of(database, RequestRecord))[0].price_picousd
+        assert await all_of(database, Event) == []
+
+        held = f"SELECT 1 FROM spend_total WHERE tenant_id = '{tenant_id}'"
+        assert await in_line(database, held, lambda: lower(4 * price), settle) == [None, None]
+
+        (event,) = await all_of(database, Event)
+        assert json.loads(event.data)["limit_picousd"] == 4 * price
 
     with_database(body)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -89,6 +90,17 @@ def test_a_call_behind_a_broken_connection_makes_another(with_redis):
                 with contextlib.suppress(StoreUnavailable):  # it may not have heard yet
                     await script(["a"], [number])
                 assert await script(["a"], [number]) == [b"a", b"%d" % number]
+
+    with_redis(body)
+
+
+def test_a_process_that_stood_still_while_it_connected_does_not_take_the_store_for_away(with_redis):
+    async def body(redis):
+        with contextlib.closing(Script(redis, ECHO, 1.0)) as script:
+            asked = script(["a"], [1])
+            await asyncio.sleep(0)
+            time.sleep(1.2)  # what a busy machine does to a process
+            assert await asked == [b"a", b"1"]
 
     with_redis(body)
 
