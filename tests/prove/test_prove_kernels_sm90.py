@@ -52,7 +52,7 @@ def compiled(triton_folder: Path, tmp_path: Path, *arguments: str, folder: Path 
         "TRITON_INTERPRET": "0",
     }
     command = [sys.executable, "-m", "tests.kernels.compiled.gate", *arguments]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=2400)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout)
 

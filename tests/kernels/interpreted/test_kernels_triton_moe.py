@@ -7,10 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models import moe
-from engine.models.config import MoeConfig
-from engine.models.linear import LoraStep
-from engine.models.moe import MoeMlp
 from kernels import tiles
 from kernels.moe import RoutingRule, reference, triton_kernel, triton_plan, triton_route
 from kernels.moe.plan import ExpertPlan
@@ -317,31 +313,6 @@ def test_a_tokens_bits_depend_on_no_other_token_of_the_step(dtype):
 
     assert torch.equal(moved, whole[order])
     assert torch.equal(beside[:5], whole[:5])
-
-
-def test_a_layer_of_the_engine_computes_and_counts_the_tokens_of_a_step_that_is_filled_up(monkeypatch):
-    """By the kernels, which a tensor of a GPU gets, as by the reference without what fills up."""
-    gate_up, down = weights_of(8, 32, 24, FLOAT)
-    config = MoeConfig(8, 2, 24, renormalize=True, layers=(0,))
-    plain, filled = (MoeMlp(0, config, draw(8, 32, seed=7), (gate_up, down), None) for _ in range(2))
-    x, memory = draw(8, 32), torch.zeros(16, 2, dtype=torch.int32)
-    expected = plain(x[:5], LoraStep(None, None))
-    filled.keep_choices(memory)
-    for name, op in {
-        "route": lambda logits, top_k, rule, ids: (ids, triton_route.route(logits, top_k, rule, ids)),
-        "plan_experts": triton_plan.plan_experts,
-        "grouped_silu_mul": lambda x, weights, plan: triton_kernel.grouped_silu_mul(x, weights.weight(), plan),
-        "grouped_linear": lambda x, weights, plan: triton_kernel.grouped_linear(x, weights.weight(), plan),
-        "combine": triton_route.combine,
-    }.items():
-        monkeypatch.setattr(moe, name, op)
-
-    out = filled(x, LoraStep(None, None, num_tokens=torch.tensor([5], dtype=torch.int32)))
-
-    assert_matches_reference(out[:5], expected.double())
-    assert (out[5:] == 0).all()
-    assert torch.equal(memory[:5], plain.chosen)
-    assert filled.num_tokens_of.tolist() == plain.num_tokens_of.tolist()
 
 
 def test_a_step_without_rows_computes_nothing():
