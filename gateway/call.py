@@ -156,6 +156,13 @@ class Call:
         if self.on_gone is not None:
             self.on_gone()
 
+    def end(self) -> None:
+        """It is answered. What refers to it lets go of it, and it of that: it is freed with its last reader, and no
+        collector has to look for it."""
+        del self.scope["state"]["call"]
+        self.receive = self.send = self.send_body = _ended
+        self.on_whole = None
+
     async def whole(self, body: bytes | None) -> None:
         """Tells whoever asked for it that the answer is complete, before its last byte is sent; None: a stream."""
         if self.on_whole is not None:
@@ -176,6 +183,10 @@ class Call:
         """A piece of the body, flushed; straight to the server, since all layers between look at heads alone."""
         if not self.gone.is_set():
             await self.send_body({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+async def _ended(*_: Any) -> Any:
+    raise AssertionError("a call is used after its end")
 
 
 def call_of(scope: Scope) -> Call:
@@ -207,7 +218,10 @@ def named(app: Any, observe: Callable[[Call, int], None] | None = None) -> Any:
                     observe(call, message["status"])
             await send(message)
 
-        await app(scope, receive, send_named)
+        try:
+            await app(scope, receive, send_named)
+        finally:
+            call.end()
 
     return serve
 

@@ -18,6 +18,7 @@ from engine.wire import TokenizerCard
 from gateway.memory import give_back
 from gateway.text.tokenizer_file import load_tokenizer
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONG_CHARS = 65_536  # an encoding takes some 100 bytes a character while it is made
 _MAX_PENDING = 8  # ids without text after which a DecodeStream starts anew: longer is no character, and quadratic
@@ -134,7 +135,7 @@ class ByteDecoder:
 
     def __init__(self, table: ByteTable) -> None:
         self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
 
     def feed(self, token_id: int) -> str:
         return self._utf8.decode(self._table[token_id])

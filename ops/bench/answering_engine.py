@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -31,7 +32,8 @@ class AnsweringEngine:
         self._records = RecordDelivery(journal)
         self._open = OpenRequests(self._records.append)
         self._token = wire.pack_ids([token_id])
-        self._running: dict[str, tuple[Connection, wire.Submit, int]] = {}
+        self._running: dict[str, tuple[Connection, wire.Submit, int]] = {}  # tokens so far
+        self._began_ns: dict[str, int] = {}
         self._stepping: asyncio.Handle | None = None
 
     async def serve(self, address: Path) -> None:
@@ -56,13 +58,14 @@ class AnsweringEngine:
     def lost(self, connection: Connection) -> None:
         self._records.disconnected(connection)
         for request_id in self._open.lose(connection):
-            del self._running[request_id]
+            del self._running[request_id], self._began_ns[request_id]
 
     def received(self, connection: Connection, message: wire.ToEngine) -> None:
         match message:
             case wire.Submit():
                 self._open.add(message, connection)
                 self._running[message.request_id] = connection, message, 0
+                self._began_ns[message.request_id] = time.monotonic_ns()
                 self._stepping = self._stepping or asyncio.get_running_loop().call_soon(self._step)
             case wire.Close():
                 self._open.close(message, connection)
@@ -89,7 +92,9 @@ class AnsweringEngine:
 
     def _finish(self, submit: wire.Submit) -> wire.Finished:
         del self._running[submit.request_id]
-        used = wire.Usage(sum(map(len, submit.prompts)) // 4, 0, submit.sampling.max_tokens)
+        took_ns = time.monotonic_ns() - self._began_ns.pop(submit.request_id)
+        prompt_tokens = sum(map(len, submit.prompts)) // 4
+        used = wire.Usage(prompt_tokens, 0, submit.sampling.max_tokens, decode_ns=took_ns)
         finished = wire.Finished(submit.request_id, used)
         self._open.finish(finished)
         return finished

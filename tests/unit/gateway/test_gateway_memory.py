@@ -1,5 +1,7 @@
 """What keeps a gateway small: what it does not import, and how a tokenizer is loaded."""
 
+import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from engine.weights.gguf import GgufFile
 from engine.weights.gguf_tokenizer import card_from_gguf
+from gateway.call import Call, call_of, named
 from gateway.text.tokenizer_file import load_tokenizer
 from ops.default_model import DEFAULT_GGUF
 
@@ -119,3 +122,23 @@ def test_a_file_that_is_none_is_refused_as_its_library_refuses_it(text: str):
         Tokenizer.from_str(text)
     with pytest.raises(type(theirs.value)):
         load_tokenizer(text)
+
+
+def test_an_answered_call_is_freed_without_a_collector():
+    async def app(scope, receive, send):
+        await call_of(scope).over(receive, send).answer(b"{}")
+
+    async def nothing(*_):
+        return None
+
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        asyncio.run(named(app)({"type": "http", "headers": []}, nothing, nothing))
+        gc.collect()
+        left = [each for each in gc.garbage if isinstance(each, Call)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+    assert not left

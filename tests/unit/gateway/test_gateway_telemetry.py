@@ -83,12 +83,15 @@ def test_a_slow_collector_loses_only_spans_that_are_counted(house: House, key: s
     exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
     dropped: list[int] = []
     collector.open.clear()
+    labels = {"model": "tiny", "class": "standard", "outcome": "200"}
+    told = house.metric("tenora_requests_total", **labels)
     telemetry.spans = sink = SpanSink(exporter, dropped.append, SpanOptions(max_queued_spans=30, export_every_s=0.01))
     try:
         with house.http(key) as http:
             for _ in range(20):
                 assert http.post("/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1}).is_success
-        eventually(lambda: len(dropped) >= 10)
+        eventually(lambda: house.metric("tenora_requests_total", **labels) == told + 20)
+        assert len(dropped) >= 10
         collector.open.set()
     finally:
         sink.close()
