@@ -24,7 +24,7 @@ _WRITES = "tenora_writes"
 _LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
 _PRAGMAS = (
     *("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON"),
-    "cache_size=-16384",  # KiB: a booking changes up to 2,000 pages, which must not go out and come back before its end
+    "cache_size=-8192",  # KiB: a booking changes up to 2,000 pages, which must not go out and come back before its end
     "wal_autocheckpoint=4000",  # pages: two such bookings, and not half of one
 )
 
