@@ -99,13 +99,14 @@ def begin_compilers(device: torch.device) -> "Compilers | None":
 
 def make_runner(model: Decoder, config: EngineConfig, phases: Phases, compilers: "Compilers | None") -> Runner:
     """The runner of the model's device, ready for its first step."""
-    if compilers is None:
+    if model.embedding.device.type == "cpu":
         runner = Runner(model, config, copy_bytes_s())
         phases.ended("pools")
         return runner
     from engine.gpu.runner import CudaRunner
     from kernels.ahead import warn_of_compiling
 
+    assert compilers is not None, "a GPU's kernels are compiled before they are launched"
     runner = CudaRunner(model, config)
     phases.ended("pools")
     with closing(compilers):

@@ -93,9 +93,8 @@ async def _alert_of_budget(session: AsyncSession, tenant: _Watched, spent: Seque
         months[period_of(unix_ns, tenant.time_zone, tenant.anchor_day)] += picousd
     for period in sorted(months, key=lambda each: each.start_unix_ns):
         added = await _add(session, tenant.tenant_id, _window(tenant, period), months[period])
-        if (
-            added.stamp > tenant.changed_unix_ns
-        ):  # the limit was changed since we read it, and nothing of ours was in it
+        # the limit was changed since we read it, and nothing of ours was in it
+        if added.stamp > tenant.changed_unix_ns:
             changed = (await (await session.connection()).execute(_WATCHED, {"tenant_ids": [tenant.tenant_id]})).first()
             if changed is None or changed.spend_limit_picousd_per_month is None:
                 return
