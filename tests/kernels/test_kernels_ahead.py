@@ -63,7 +63,7 @@ def test_what_cannot_be_compiled_elsewhere_is_told_and_holds_nobody_up(
     assert "_unknown_elsewhere was not compiled ahead: ModuleNotFoundError" in caplog.text
 
 
-def test_a_step_that_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_launch_that_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(knobs.compilation, "listener", None)
     ahead.warn_of_compiling()
 
@@ -73,7 +73,7 @@ def test_a_step_that_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatc
             _unknown_elsewhere.warmup(torch.zeros(4), grid=(1,))
 
     assert [record.getMessage() for record in caplog.records] == [
-        "a step waited while _unknown_elsewhere was compiled for it"
+        "_unknown_elsewhere was compiled because it was launched: whoever launched it waited"
     ]
 
 
