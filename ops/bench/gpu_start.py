@@ -108,7 +108,8 @@ def run_once(options: argparse.Namespace, kernels: Path) -> dict[str, object]:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
             told = log.read_text()
-            (options.out / "gpu_start.log").write_text(told)
+            with (options.out / "gpu_start.log").open("a") as file:
+                print(told, file=file)
         lines = [line.split("started in ")[1] for line in told.splitlines() if "started in " in line]
         assert lines, told[-3000:]
         return {**found, "phases": lines[0]}
