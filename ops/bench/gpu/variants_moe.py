@@ -53,3 +53,6 @@ def _products() -> Iterator[Variant]:
                 label = f"m{rows} tail {tail} n{n} k{k} group {group} warps {warps} stages {stages}"
                 yield label, {"moe_plan": {"block_m": rows}, "moe_gate_up": row, "moe_down": row}, cases
         yield f"m{rows}", {"moe_plan": {"block_m": rows}}, cases
+    other = {"tail": 0, "block_n": 32, "block_k": 128, "group": 4096, "num_warps": 2, "num_stages": 5}
+    for product in ("moe_gate_up", "moe_down"):  # one alone
+        yield f"{product} n32 k128 warps 2", {product: other}, ("Qwen3-30B-A3B T=1", "Mixtral T=1")
