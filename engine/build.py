@@ -112,8 +112,10 @@ def make_runner(model: Decoder, config: EngineConfig, phases: Phases, compilers:
     with closing(compilers):
         compilers.rehearse(runner.rehearse)
     phases.ended("kernels")
-    runner.warm()
     warn_of_compiling()
+    runner.warm()
+    phases.ended("launches")
+    runner.capture()
     phases.ended("graphs")
     return runner
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 Job = tuple[str, str, str]  # module and name of a kernel, and what Triton compiles it for
@@ -54,7 +55,7 @@ def warn_of_compiling() -> None:
 
     def tell(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
-            logger.warning("a step waited while %s was compiled for it", src.name)
+            logger.warning("%s was compiled because it was launched: whoever launched it waited", src.name)
 
     knobs.compilation.listener = tell
 
@@ -89,7 +90,9 @@ class Compilers:
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
-            process.communicate()  # ends its input, at which it ends
+            process.kill()  # it has nothing to put in order, and would take half a second for it
+        for process in self._processes:
+            process.communicate()
 
     def _compile(self, job: Job) -> str:
         process = self._idle.get()
@@ -135,11 +138,19 @@ class _Elsewhere:
 
 def main() -> None:
     """Compiles what its input asks for, a job a line, and answers each with its fault, "" for none."""
+    _get_ready()
     backend, arch, warp_size = sys.argv[1:]
     driver.set_active(cast(Any, _Elsewhere(GPUTarget(backend, int(arch), int(warp_size)))))
     answers, sys.stdout = sys.stdout, sys.stderr  # where compilers may print
     for line in sys.stdin:
         print(json.dumps(_fault_of(*json.loads(line))), file=answers, flush=True)
+
+
+def _get_ready() -> None:
+    """What the first job would wait for: torch, which each kernel's module imports, and the sum over all of Triton by
+    which it finds what was compiled before."""
+    import_module("torch")
+    triton_key()
 
 
 def _fault_of(module: str, name: str, wanted: str) -> str:

@@ -74,16 +74,15 @@ class DecodeGraphs:
         }
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
-    def rehearse(self) -> None:
-        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+    def launch(self) -> None:
+        """Everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
         for kind in self._largest_first():
             self._empty_step(kind)()
             self._numbers.wait()
 
-    def warm(self) -> None:
-        """Launches everything, and then captures it: a capture gives what launches before it have left in the
+    def capture(self) -> None:
+        """All graphs, when everything has been launched: a capture gives what launches before it have left in the
         allocator's cache back to the driver, and those behind it would take it anew."""
-        self.rehearse()
         for kind in self._largest_first():
             self._graphs[kind] = self._capture(kind)
 

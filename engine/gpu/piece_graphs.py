@@ -55,17 +55,16 @@ class PieceGraphs:
         shapes = ((most, model.config.hidden_size), heads, heads, (most, model.config.hidden_size))
         self._buffers = Buffers(*(model.embedding.new_zeros(shape) for shape in shapes))
 
-    def rehearse(self) -> None:
-        """Launches everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
+    def launch(self) -> None:
+        """Everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
         for size, rank in self._largest_first():
             work = self._empty_step(size, rank)
             for number in range(len(self._model.layers) + 1):
                 work.piece(number)
             self._numbers.wait()
 
-    def warm(self) -> None:
-        """Launches everything, and then captures it: see ``DecodeGraphs.warm``."""
-        self.rehearse()
+    def capture(self) -> None:
+        """All graphs, when everything has been launched: see ``DecodeGraphs.capture``."""
         for size, rank in self._largest_first():
             self._pieces[size, rank] = self._capture(size, rank)
 

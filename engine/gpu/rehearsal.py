@@ -42,9 +42,9 @@ def rehearse(model: Decoder, kv: KVCache, slots: LoraSlots, config: EngineConfig
     thin, device = model.with_one_layer_of_each_kind(), model.embedding.device
     drawn = torch.zeros(max(shapes_of(config).tokens[-1], config.max_sequences), dtype=torch.int64, device=device)
     shared = thin, kv, slots, drawn, config, None
-    PieceGraphs(*shared).rehearse()
+    PieceGraphs(*shared).launch()
     if graph_kinds(model.config, config):
-        DecodeGraphs(*shared).rehearse()
+        DecodeGraphs(*shared).launch()
     _attend(thin, kv, config)
     _steps_by_hand(thin, kv, slots, config)
     _sample(model.embedding.new_zeros(1, model.config.vocab_size))

@@ -87,12 +87,21 @@ class CudaRunner(Runner):
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Captures the graphs and moves an adapter; before the first step."""
+        """Launches what graphs will hold, and moves an adapter; before ``capture``."""
         if self.slots.num_slots:
             self.slots.rehearse()
-        for graphs in (self._prompts, self._decodes):
-            if graphs is not None:
-                graphs.warm()
+        for graphs in self._graphs:
+            graphs.launch()
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """The graphs; before the first step."""
+        for graphs in self._graphs:
+            graphs.capture()
+
+    @property
+    def _graphs(self) -> list[PieceGraphs | DecodeGraphs]:
+        return [graphs for graphs in (self._prompts, self._decodes) if graphs is not None]
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> DeviceStep:

@@ -181,7 +181,7 @@ def grouped_silu_mul(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
     assert weights.is_contiguous(), weights.stride()
     (_, both, size_in), table, block_m = weights.shape, plan.tiled.table, plan.tiled.block_m
     out = torch.empty((len(plan.pairs), both // 2), dtype=x.dtype, device=x.device)
-    row = tiles("moe_gate_up", x.device, rows=block_m)
+    row = tiles("moe_gate_up", x.device, rows=block_m, pairs=len(plan.pairs))
     block_n, block_k = _blocks(row, both, size_in, x.dtype)
     if len(table):
         _gate_up[(len(table) * triton.cdiv(both, block_n),)](
@@ -214,7 +214,7 @@ def grouped_linear(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
     assert weights.is_contiguous(), weights.stride()
     (_, size, size_in), table, block_m = weights.shape, plan.tiled.table, plan.tiled.block_m
     out = torch.empty((len(plan.pairs), size), dtype=x.dtype, device=x.device)
-    row = tiles("moe_down", x.device, rows=block_m)
+    row = tiles("moe_down", x.device, rows=block_m, pairs=len(plan.pairs))
     block_n, block_k = _blocks(row, size, size_in, x.dtype)
     if len(table):
         _down[(len(table) * triton.cdiv(size, block_n),)](

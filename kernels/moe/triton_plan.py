@@ -12,14 +12,13 @@ from kernels.tiles import early, tiles
 
 _MOST_COMPACT = 128  # pairs: each is compared with each
 _BLOCK = 2048  # pairs that a program reads at a time otherwise
-_COLUMNS = tl.constexpr(4)  # of the table of tiles
-_AT_ONCE = tl.constexpr(32)  # tiles that are written
+_COLUMNS = 4  # of the table of tiles
 
 
 @triton.jit
 def tile_at(p_table, i_tile):
     """Expert, first place, number of places (0: none)."""
-    p_own = p_table + i_tile * _COLUMNS
+    p_own = p_table + i_tile * 4  # _COLUMNS
     return tl.load(p_own).to(tl.int64), tl.load(p_own + 1).to(tl.int64), tl.load(p_own + 2)
 
 
@@ -35,10 +34,11 @@ def _tiles_before(b_ids, own, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _write_tiles(p_table, first_tile, end_tile, own, start, count, BLOCK_M: tl.constexpr):
     """The table's rows of one expert, those past its last pair empty."""
-    for first in range(0, end_tile - first_tile, _AT_ONCE):
-        o_tiles = first + tl.arange(0, _AT_ONCE)
+    AT_ONCE: tl.constexpr = 32
+    for first in range(0, end_tile - first_tile, AT_ONCE):
+        o_tiles = first + tl.arange(0, AT_ONCE)
         b_num = tl.minimum(tl.maximum(count - o_tiles * BLOCK_M, 0), BLOCK_M)
-        p_rows = p_table + (first_tile + o_tiles) * _COLUMNS
+        p_rows = p_table + (first_tile + o_tiles) * 4  # _COLUMNS
         m_tiles = first_tile + o_tiles < end_tile
         tl.store(p_rows, tl.where(b_num > 0, own, -1), mask=m_tiles)
         tl.store(p_rows + 1, start + o_tiles * BLOCK_M, mask=m_tiles)
@@ -118,7 +118,7 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
     num_pairs = num_rows * top_k
     block_m = tiles("moe_plan", device, pairs=-(-num_pairs // num_experts))["block_m"]
     pairs, places = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))  # aligned, both
-    table = torch.empty((most_tiles(num_pairs, num_experts, block_m), 4), dtype=torch.int32, device=device)
+    table = torch.empty((most_tiles(num_pairs, num_experts, block_m), _COLUMNS), dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int64, device=device)
     is_compact = num_pairs <= _MOST_COMPACT
     _plan[(num_experts,)](

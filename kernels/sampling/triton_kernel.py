@@ -14,8 +14,6 @@ from torch import Tensor
 from kernels.sampling import Edits, SamplingRows
 from kernels.tiles import tiles
 
-LOWEST = tl.constexpr(-2147483648)
-
 
 @triton.jit
 def _key(b_values):
@@ -37,6 +35,7 @@ def _scaled(p_row, o_ids, size, temperature):
 @triton.jit
 def _threshold(p_row, size, temperature, best, wanted, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
     """The highest key such that what is at least it counts (WEIGHED: weighs) ``wanted``; LOWEST if none does."""
+    LOWEST: tl.constexpr = -2147483648
     threshold = tl.full((), LOWEST, tl.int32)
     for i_pass in tl.static_range(16):
         first_step = threshold + (1 << (30 - 2 * i_pass))  # over the sign they wrap, which is meant
@@ -133,6 +132,7 @@ def _sample(
     top_k = tl.load(p_top_ks + i_row)
     top_p = tl.load(p_top_ps + i_row)
     min_p = tl.load(p_min_ps + i_row)
+    LOWEST: tl.constexpr = -2147483648
     threshold = tl.full((), LOWEST, tl.int32)
     most_equal = tl.full((), 0, tl.int32)
     if (top_k > 0) & (top_k < size):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.sgmv.low import LoraSlice
 
-_COLUMNS = tl.constexpr(8)  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
+_COLUMNS = 8  # int64 of a slice's row: pointers to a, b and ranks; start, out, num_ranks
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def rows_at(p_rows, first, num_own, ROWS: tl.constexpr):
 @triton.jit
 def slice_at(p_slices, i_slice):
     """A slice's row, which the functions below read."""
-    return p_slices + i_slice * _COLUMNS
+    return p_slices + i_slice * 8  # _COLUMNS
 
 
 @triton.jit
@@ -99,4 +99,4 @@ def _rank_table(lora_ranks: tuple[int, ...], device: torch.device) -> Tensor:
 @lru_cache(maxsize=4096)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """All that it holds is its key, so it is never stale."""
-    return torch.tensor([(*row, *(0,) * (_COLUMNS.value - len(row))) for row in rows], dtype=torch.int64, device=device)
+    return torch.tensor([(*row, *(0,) * (_COLUMNS - len(row))) for row in rows], dtype=torch.int64, device=device)

@@ -134,6 +134,7 @@ def ways_of(name: str, device: torch.device, *, deterministic: bool = True) -> W
     if device.type == "cuda":
         runner: Runner = CudaRunner(decoder, replace(SIZES, deterministic=deterministic))
         runner.warm()
+        runner.capture()
     else:
         runner = Runner(decoder, SIZES)
     adapters = {

@@ -146,6 +146,7 @@ def make_runner(
     stored, weights = of_8_bits(name, random_weights(config, device, torch.bfloat16))
     runner = CudaRunner(Decoder(config, stored), sizes(num_slots, num_rows=num_rows), has_graphs=has_graphs)
     runner.warm()
+    runner.capture()
     for slot in range(num_slots):
         runner.load_slot(slot, runner.prepare(adapter(config, slot)))
     return runner, weights

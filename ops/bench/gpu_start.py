@@ -18,12 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from engine import wire
 from engine.client import EngineClient
 
 READY_S = 280.0
+Found = dict[str, float]
 SHARD_BYTES = 5 << 30
 
 
@@ -59,7 +62,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-async def first_token(socket: Path, began: float) -> dict[str, float]:
+async def first_token(socket: Path, began: float) -> Found:
     """Seconds since ``began`` to the Welcome and to the first token of a prompt of 64."""
     client = EngineClient(str(socket), "bench")
     await client.start()
@@ -79,6 +82,15 @@ async def first_token(socket: Path, began: float) -> dict[str, float]:
     return {"welcome_s": welcome_s, "first_token_s": first_s}
 
 
+async def unless_it_ends(process: "subprocess.Popen[bytes]", asked: Coroutine[Any, Any, Found]) -> Found:
+    """What was asked; an engine that ends instead of answering is a fault at once."""
+    task = asyncio.create_task(asked)
+    while not task.done():
+        assert process.poll() is None, f"the engine ended with {process.returncode}"
+        await asyncio.wait([task], timeout=0.2)
+    return await task
+
+
 def run_once(options: argparse.Namespace, kernels: Path) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
@@ -91,11 +103,13 @@ def run_once(options: argparse.Namespace, kernels: Path) -> dict[str, object]:
             began = time.perf_counter()
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment)
         try:
-            found: dict[str, object] = dict(asyncio.run(first_token(socket, began)))
+            found: dict[str, object] = dict(asyncio.run(unless_it_ends(process, first_token(socket, began))))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
             told = log.read_text()
+            with (options.out / "gpu_start.log").open("a") as file:
+                print(told, file=file)
         lines = [line.split("started in ")[1] for line in told.splitlines() if "started in " in line]
         assert lines, told[-3000:]
         return {**found, "phases": lines[0]}

@@ -1,8 +1,10 @@
 """kernels/ahead.py: what a rehearsal notes, other processes compile (for sm_90, without a GPU), and a launch finds."""
 
 import logging
+import pkgutil
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import kernels
 from kernels import ahead
 from kernels.rms_norm import triton_kernel as rms_norm
 from kernels.silu_mul import triton_kernel as silu_mul
@@ -55,6 +58,26 @@ def test_what_is_launched_has_been_compiled_by_other_processes(
     assert found == [("_rms_norm", True), ("_silu_mul", True)]
 
 
+def all_kernels() -> Iterator[JITFunction]:
+    """And the functions that they call."""
+    for found in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        module = import_module(found.name)
+        yield from (each for each in vars(module).values() if isinstance(each, JITFunction))
+
+
+def test_a_kernel_has_one_key_in_every_process():
+    """Triton's key has the global constants of a function that is called only if that function had its own key before:
+    what another process compiled would not be found."""
+    read = {each.fn.__qualname__: [] for each in all_kernels()}
+    for each in [*all_kernels()] * 2:
+        each.hash = None
+        assert each.cache_key
+        read[each.fn.__qualname__] += [name for name, _ in each.used_global_vals]
+
+    assert len(read) > 40
+    assert not any(read.values()), read
+
+
 def test_what_cannot_be_compiled_elsewhere_is_told_and_holds_nobody_up(
     compilers: ahead.Compilers, caplog: pytest.LogCaptureFixture
 ):
@@ -63,7 +86,7 @@ def test_what_cannot_be_compiled_elsewhere_is_told_and_holds_nobody_up(
     assert "_unknown_elsewhere was not compiled ahead: ModuleNotFoundError" in caplog.text
 
 
-def test_a_step_that_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_launch_that_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(knobs.compilation, "listener", None)
     ahead.warn_of_compiling()
 
@@ -73,7 +96,7 @@ def test_a_step_that_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatc
             _unknown_elsewhere.warmup(torch.zeros(4), grid=(1,))
 
     assert [record.getMessage() for record in caplog.records] == [
-        "a step waited while _unknown_elsewhere was compiled for it"
+        "_unknown_elsewhere was compiled because it was launched: whoever launched it waited"
     ]
 
 

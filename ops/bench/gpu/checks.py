@@ -6,7 +6,7 @@ Every check raises AssertionError. Fresh memory is NaN while they run, and so is
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ def error(out: Tensor, expected: Tensor) -> float:
     return distance.item() if bool(torch.isfinite(distance)) else float("inf")
 
 
-def require(out: Tensor, expected: Tensor, what: str) -> None:
+def require(out: Tensor, expected: Tensor, what: str, limits: Mapping[torch.dtype, float] = LIMITS) -> None:
     found = error(out, expected)
-    assert found < LIMITS[out.dtype], f"{what}: error {found:.2e}"
+    assert found < limits[out.dtype], f"{what}: error {found:.2e}"
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -29,6 +29,8 @@ RULES = (RoutingRule(True, True), RoutingRule(True, False), RoutingRule(False, F
 SIZES = ((8, 2), (128, 8), (7, 3), (60, 4), (257, 10), (5, 5), (1, 1))  # experts, choices
 ROWS = (1, 2, 15, 16, 17, 64, 255, 1000)
 LAUNCHES = 20
+# rounded three times on the way: one small row in 3,000 is off by 5.2e-3, of 4,000 none by more
+OF_EXPERTS = {torch.float32: 1e-5, torch.bfloat16: 7e-3}
 
 
 def routing_is_the_references() -> None:
@@ -154,7 +156,7 @@ def against_float64(num_rows: int, routing: tuple[int, int], sizes: tuple[int, i
     counter = torch.tensor([num_rows], dtype=torch.int32, device=DEVICE)
     out = layer(x, ids, weights, counter)
     expected = layer.exact(x[:num_rows], ids[:num_rows], weights)
-    require(out[:num_rows], expected, f"experts {num_rows} {routing} {sizes} {dtype}")
+    require(out[:num_rows], expected, f"experts {num_rows} {routing} {sizes} {dtype}", OF_EXPERTS)
     assert (out[num_rows:] == 0).all(), "rows that fill up"
 
 

@@ -9,14 +9,14 @@ TAILS = {128: 64}  # rows of a tile: as how many one of few rows may be computed
 TILES: dict[int, tuple[tuple[Tile, ...], tuple[str, ...]]] = {
     16: (
         (
-            (64, 64, 4096, 4, 5),
-            (32, 256, 4096, 4, 4),
-            (64, 256, 4096, 4, 3),
-            (256, 128, 4096, 8, 3),
-            (64, 128, 4096, 2, 4),
+            (16, 256, 4096, 4, 4),
+            (16, 512, 4096, 4, 3),
+            (32, 256, 4096, 4, 3),
+            (32, 256, 4096, 8, 4),
+            (32, 512, 4096, 4, 2),
             (32, 128, 4096, 2, 5),
         ),
-        ("Qwen3-30B-A3B T=1", "Qwen3-30B-A3B T=16", "Qwen3-30B-A3B T=64", "Mixtral T=16"),
+        ("Qwen3-30B-A3B T=1", "Qwen3-30B-A3B T=4", "Mixtral T=1"),
     ),
     32: (
         ((64, 128, 4096, 4, 4), (128, 128, 4096, 4, 3), (64, 64, 4096, 4, 5), (256, 128, 4096, 8, 3)),
@@ -53,3 +53,6 @@ def _products() -> Iterator[Variant]:
                 label = f"m{rows} tail {tail} n{n} k{k} group {group} warps {warps} stages {stages}"
                 yield label, {"moe_plan": {"block_m": rows}, "moe_gate_up": row, "moe_down": row}, cases
         yield f"m{rows}", {"moe_plan": {"block_m": rows}}, cases
+    other = {"tail": 0, "block_n": 32, "block_k": 128, "group": 4096, "num_warps": 2, "num_stages": 5}
+    for product in ("moe_gate_up", "moe_down"):  # one alone
+        yield f"{product} n32 k128 warps 2", {product: other}, ("Qwen3-30B-A3B T=1", "Mixtral T=1")
