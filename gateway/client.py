@@ -45,7 +45,7 @@ class Api:
 
     def call(self, method: str, path: str, **more: Any) -> Answer:
         """The answer's JSON object. Raises ApiFailed with the server's own words."""
-        url = self._base_url + path
+        url = self._base_url + quote(path, safe="/%@")  # a name that was typed with `?` names nothing else
         options: dict[str, Any] = {"timeout": TIMEOUT_S} | more | {"headers": more.get("headers", {}) | self._headers}
         try:
             answer = httpx.request(method, url, trust_env=False, **options)

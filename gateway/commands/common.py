@@ -1,6 +1,7 @@
 """What all commands share: one-line errors, options, tables, and the way to our two APIs."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -40,6 +41,9 @@ class OneLine(click.Group):
             return super().invoke(ctx)
         except ApiFailed as error:
             raise Failed(str(error)) from error
+        except BrokenPipeError:  # `tenora … | head`: whoever reads has enough
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (Python still flushes it at its end)
+            ctx.exit(1)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise Failed(f"{where}{error.strerror or type(error).__name__}: give another path") from error

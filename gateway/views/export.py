@@ -19,6 +19,7 @@ from tenants.tables import (
     AdapterVersion,
     ApiKey,
     CreditNote,
+    CreditNoteLine,
     Event,
     Invoice,
     InvoiceLine,
@@ -31,6 +32,10 @@ from tenants.tables import (
     SloIncident,
     SloObjective,
     Tenant,
+    UnbookedRecord,
+    Wallet,
+    WalletGrant,
+    WebhookDelivery,
     WebhookEndpoint,
 )
 
@@ -61,18 +66,23 @@ def _service_body(row: ServiceSum) -> Body:
     return {"object": "service_minute", **facts, **counts, "histograms": histograms}
 
 
-_PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # table, its key, how a row is shown
+PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # table, its key, how a row is shown
     (ApiKey, ("key_id",), key_body),
     (AdapterVersion, ("adapter_version_id",), _columns("adapter_version")),
     (AdapterAlias, ("name",), _columns("adapter_alias")),
     (WebhookEndpoint, ("endpoint_id",), lambda row: {"object": "webhook", **webhook_facts(row)}),
     (Event, ("event_id",), _columns("event")),
+    (WebhookDelivery, ("event_id", "endpoint_id"), _columns("webhook_delivery")),
     (RequestRecord, ("request_id", "attempt"), _columns("request_record")),
+    (UnbookedRecord, ("request_id", "attempt"), _columns("unbooked_record")),
     (LedgerEntry, ("entry_id",), entry_body),
     (Invoice, ("invoice_id",), _columns("invoice")),
     (InvoiceLine, ("invoice_id", "number"), _columns("invoice_line")),
     (InvoicePayment, ("invoice_id", "month_of"), _columns("invoice_payment")),
     (CreditNote, ("credit_note_id",), _columns("credit_note")),
+    (CreditNoteLine, ("credit_note_id", "invoice_line"), _columns("credit_note_line")),
+    (Wallet, ("tenant_id",), _columns("wallet")),
+    (WalletGrant, ("reference",), _columns("wallet_grant")),
     (SloObjective, ("version_id",), _columns("slo_objective")),
     (SloIncident, ("incident_id",), _columns("slo_incident")),
     (ObjectiveHour, ("hour_s", "version_id"), _hour_body),
@@ -82,11 +92,11 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], Callable[[Any], Body]], ...] = (  # ta
 
 
 async def export_lines(database: Database, tenant: Tenant) -> AsyncIterator[bytes]:
-    """The tenant, its keys (no digest), adapters, records, ledger entries and invoices; last of all how many lines
-    there were: an export without that line is cut off."""
+    """The tenant and the rows of PARTS, keys without their digests; last of all how many lines there were: an export
+    without that line is cut off."""
     yield _line(tenant_body(tenant))
     count = 1
-    for table, key, body in _PARTS:
+    for table, key, body in PARTS:
         async for row in _rows(database, table, key, tenant.tenant_id):
             yield _line(body(row))
             count += 1
@@ -110,6 +120,9 @@ async def _rows(database: Database, table: Any, key: tuple[str, ...], tenant_id:
 def _is_of(table: Any, tenant_id: str) -> Any:
     if table is ServiceSum:  # the wider ones are sums of these
         return and_(col(ServiceSum.tenant_id) == tenant_id, col(ServiceSum.width_s) == MINUTE_S)
+    if table is CreditNoteLine:
+        notes = select(CreditNote.credit_note_id).where(CreditNote.tenant_id == tenant_id)
+        return col(CreditNoteLine.credit_note_id).in_(notes)
     if table not in (InvoiceLine, InvoicePayment):
         return col(table.tenant_id) == tenant_id
     return col(table.invoice_id).in_(select(Invoice.invoice_id).where(Invoice.tenant_id == tenant_id))

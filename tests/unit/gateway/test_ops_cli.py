@@ -84,6 +84,27 @@ def test_a_tenant_renamed_suspended_exported_and_deleted(server: OpsServer, tmp_
     assert tenora("tenant", "show", "initrode", *where).returncode == 1
 
 
+def test_whoever_has_read_enough_is_told_nothing(server: OpsServer) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    where = ["--home", str(server.home), "--ops-url", server.url]
+    command = [sys.executable, "-m", "gateway.cli", "tenant", "list", *where]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_name_with_a_question_mark_means_no_other(server: OpsServer) -> None:
+    ask(server, "tenant", "create", "hooli")
+    key = ask(server, "key", "create", "hooli")
+
+    done = tenora("key", "revoke", f"{key['id']}?x", "--home", str(server.home), "--ops-url", server.url)
+
+    assert done.returncode == 1
+    assert [each["revoked_at"] for each in ask(server, "key", "list", "hooli")["data"]] == [None]
+
+
 def test_an_operator_and_a_keys_limits(server: OpsServer) -> None:
     anna = ask(server, "operator", "create", "Anna", "--scope", "read", "--scope", "billing")
     new = ask(server, "operator", "rotate", anna["id"], "--overlap-seconds", "0")

@@ -11,8 +11,9 @@ import pytest
 from ops_client import client_of, error_of, eventually
 
 from gateway.failures import MAX_FAILURES
+from gateway.views.export import PARTS
 from tenants.limits import KEY_SCOPES
-from tenants.tables import LedgerEntry
+from tenants.tables import LedgerEntry, Tenant, metadata
 from tests import plain
 from tests.ops_server import OpsServer, ops_server, ops_server_in_thread, settings_of
 from tests.stores import valkey_server
@@ -266,6 +267,34 @@ def test_an_export_is_everything_but_secrets_and_says_where_it_ends(
     assert lines[-1] == {"object": "end", "lines": len(lines) - 1}
     assert "digest" not in answer.text
     assert key["api_key"] not in answer.text
+
+
+NOT_EXPORTED = {
+    "idempotent_request": "answers, encrypted under what their callers alone have",
+    "spend_total": "sums of the ledger",
+    "usage_series": "sums of the ledger",
+    "wallet_hold": "what runs now, or has become a record",
+}
+
+
+def test_every_table_of_tenants_is_exported_or_says_why_not():
+    exported = {table.__tablename__ for table, *_ in PARTS} | {Tenant.__tablename__}
+
+    of_tenants = {name for name, table in metadata.tables.items() if "tenant_id" in table.columns}
+
+    assert of_tenants - exported == set(NOT_EXPORTED)
+
+
+def test_an_export_has_what_was_paid_in_advance(ops: httpx.Client, tenant_id: str):
+    for reference, usd in (("PAYMENT-1", 5), ("PAYMENT-2", 7)):
+        body = {"amount_picousd": usd * 10**12, "reference": reference}
+        assert ops.post(f"/tenants/{tenant_id}/credit", json=body).status_code in (200, 201)
+
+    lines = [json.loads(line) for line in ops.get(f"/tenants/{tenant_id}/export").text.splitlines()]
+
+    grants = [(line["reference"], line["amount_picousd"]) for line in lines if line["object"] == "wallet_grant"]
+    assert grants == [("PAYMENT-1", 5 * 10**12), ("PAYMENT-2", 7 * 10**12)]
+    assert [line["granted_picousd"] for line in lines if line["object"] == "wallet"] == [12 * 10**12]
 
 
 def test_a_deleted_tenant_is_gone_but_for_the_books(server: OpsServer, ops: httpx.Client, tenant_id: str):
