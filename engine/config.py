@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 HOST_ADAPTER_BYTES = 2 << 30
 DISK_ADAPTER_BYTES = 8 << 30
+MAX_EXPERT_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class EngineConfig:
     adapter_slots: int = 8
     max_lora_rank: int = 64
     expert_adapter_slots: int | None = None
-    max_expert_rank: int = 16
+    max_expert_rank: int = MAX_EXPERT_RANK
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 4_000_000
     deterministic: bool = False

@@ -9,7 +9,8 @@ bits depend on the size of its step. A deterministic engine computes every step 
   order. The head's rows are filled up to that shape too. Products of 8 bits: the same, by our own kernel;
 - experts: the row's logits choose them, a product adds up the terms of a row and its expert's weight in one order for a
   number of rows (all tiles of one size, ``tail`` 0 of the tables), and the sums are in the order of choices;
-- LoRA: the row and its adapter. There is one graph, for all ranks, whether the step has adapters or none;
+- LoRA: the row and its adapter. Adapters of all ranks have one graph, and a row without one has in it the bits that it
+  has in the graph of steps without;
 - attention: the row's position and what it sees (``is_fixed``; kernels/paged_attention/work.py says why);
 - edits, draws and log-probabilities: the row's logits, which are read by a program of their own at aligned addresses.
 
@@ -62,7 +63,7 @@ def shapes_of(config: EngineConfig) -> Shapes:
     whole = Form(bounds[-1] if bounds else 0, has_experts)
     if config.deterministic:
         size = _one_shape(config)
-        return Shapes((), (size,), (whole,), size, is_fixed=True)
+        return Shapes((), (size,), (Form(0), whole) if whole.rank else (Form(0),), size, is_fixed=True)
     forms = tuple(Form(rank) for rank in (0, *bounds)) + ((whole,) if has_experts else ())
     return Shapes(graph_sizes(config.max_sequences), TOKENS, forms)
 

@@ -1,11 +1,11 @@
 """y = x · Wᵀ + b whose rows do not depend on how many rows there are."""
 
-from functools import lru_cache
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.linear import onednn, reference
+from kernels.linear.exactness import packed_is_exact
 from kernels.tiles import tiles
 from kernels.timing import timed
 
@@ -13,14 +13,14 @@ from kernels.timing import timed
 class LinearWeight:
     """A weight [out, in] with an optional bias [out], laid out for ``linear``.
 
-    On a CPU in fp32 it is packed once for oneDNN, where that was seen to be exact by row on this machine. The
-    argument is copied or kept, never changed.
+    On a CPU in fp32 it is packed once for oneDNN, where that was seen to be exact by row on this machine; in bf16
+    products are filled up to as many rows as were seen to make them so. The argument is copied or kept, never changed.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_size, self.in_size = weight.shape
         self.bias = bias
-        exact = _may_be_packed(weight) and _packed_is_exact(self.in_size, self.out_size, torch.get_num_threads())
+        exact = _may_be_packed(weight) and packed_is_exact(self.in_size, self.out_size, torch.get_num_threads())
         self.is_packed = exact
         self.data = onednn.pack(weight) if exact else weight
 
@@ -35,8 +35,11 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """x [T, in] → [T, out] in x's dtype. On a CPU a row's bits depend on that row and the weight only: neither on
     T nor on the number of threads."""
     assert x.shape[-1] == weight.in_size, (x.shape, weight.in_size)
-    compute = onednn.linear if weight.is_packed else reference.linear
-    return compute(x, weight.data, weight.bias)
+    if weight.is_packed:
+        return onednn.linear(x, weight.data, weight.bias)
+    if x.is_cuda:
+        return F.linear(x, weight.data, weight.bias)
+    return reference.linear(x, weight.data, weight.bias)
 
 
 @timed("linear")
@@ -66,21 +69,3 @@ def parts_of(x: Tensor, weight: LinearWeight) -> int:
 
 def _may_be_packed(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.is_available()
-
-
-@lru_cache(maxsize=256)
-def _packed_is_exact(in_size: int, out_size: int, num_threads: int) -> bool:
-    """Whether this machine's oneDNN gives a row the same bits alone and among others; tried on a random weight.
-
-    The kernel that oneDNN takes depends on the processor and on the sizes. The output is tried up to 4096
-    columns, which tells as much as all of them and costs milliseconds.
-    """
-    draw = torch.Generator().manual_seed(in_size)
-    packed = onednn.pack(torch.randn(min(out_size, 4096), in_size, generator=draw))
-    rows = torch.randn(64, in_size, generator=draw)
-    whole = onednn.linear(rows, packed, None)
-    return all(
-        torch.equal(onednn.linear(rows[first : first + count], packed, None), whole[first : first + count])
-        for count in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 31, 33)
-        for first in (0, 3)
-    )

@@ -177,7 +177,7 @@ def measure_rows(model: LoadedModel, rounds: int) -> list[dict]:
             for name, engine in engines.items():
                 if name == "transformers" and any(adapters):
                     continue
-                unpadded = patch.object(reference, "padded_rows", lambda num_rows: num_rows)
+                unpadded = patch.object(reference, "padded_rows", lambda num_rows, weight: num_rows)
                 with unpadded if name == "plain" else patch.object(reference, "padded_rows", reference.padded_rows):
                     *timings, outputs[name] = engine.measure(prompts, adapters)
                 taken.setdefault(name, []).append((timings[0], timings[1]))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.linear import LinearWeight, linear, linear_parts, onednn, reference
+from kernels.linear.exactness import cancelling
 from kernels.testing import assert_matches_reference
 
 TINY = [(32, 64), (32, 32), (32, 128), (64, 32), (32, 300)]
@@ -48,13 +49,23 @@ def test_padded_torch_rows_are_equal_for_any_number_of_rows(sizes):
     assert unequal_counts(lambda x: reference.linear(x, weight, None), random(304, sizes[0]), counts) == []
 
 
-@pytest.mark.parametrize("sizes", [*TINY, (576, 192)], ids=str)
+@pytest.mark.parametrize("sizes", [*TINY, (576, 192), (1536, 576)], ids=str)
 def test_bf16_rows_are_equal_for_any_number_of_rows(sizes):
     weight = LinearWeight(random(sizes[1], sizes[0], seed=1, dtype=torch.bfloat16))
     counts = range(1, 301) if sizes in TINY else [*range(1, 14), 33, 100]
     rows = random(304 if sizes in TINY else 104, sizes[0], dtype=torch.bfloat16)
 
     assert unequal_counts(lambda x: linear(x, weight), rows, counts) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [*TINY, *SMOLLM2, (33, 50)], ids=str)
+def test_sums_of_which_only_rounding_is_left_are_equal_for_any_number_of_rows(sizes, dtype):
+    """Rounded to bf16, other sums look the same in whatever order they were added."""
+    rows, weight = cancelling(*sizes, dtype)
+    counts = [*range(1, 20), 31, 33, 48, 100]
+
+    assert unequal_counts(lambda x: linear(x, LinearWeight(weight)), rows.repeat(2, 1), counts) == []
 
 
 def test_rows_of_the_large_head_are_equal():

@@ -206,6 +206,6 @@ def test_a_deterministic_engine_has_one_shape_that_holds_every_step(max_running,
     assert shapes_of(sizes) == shapes
 
 
-@pytest.mark.parametrize(("slots", "rank", "expected"), [(8, 40, (64,)), (8, 16, (16,)), (0, 40, (0,))])
-def test_a_deterministic_engine_takes_one_form_of_lora_whatever_is_in_a_step(slots, rank, expected):
+@pytest.mark.parametrize(("slots", "rank", "expected"), [(8, 40, (0, 64)), (8, 16, (0, 16)), (0, 40, (0,))])
+def test_a_deterministic_engine_takes_one_form_of_lora_for_adapters_of_all_ranks(slots, rank, expected):
     assert shapes_of(EngineConfig(adapter_slots=slots, max_lora_rank=rank, deterministic=True)).ranks == expected
