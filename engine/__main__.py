@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "--expert-adapter-slots",
         type=int,
         default=0,
-        help="how many of a GPU's slots may hold adapters on experts, each with memory for every expert; a CPU's all may",
+        help="of a GPU that may hold adapters on experts, each with memory for every expert; of a CPU all may",
     )
     add("--max-expert-adapter-rank", type=int, default=MAX_EXPERT_RANK, help="of adapters on experts, on a GPU")
     add_bytes(
