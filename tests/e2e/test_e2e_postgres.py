@@ -189,3 +189,25 @@ def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(inst
     assert [answer.status_code for answer in answers] == [200] * 3
     for answer in answers:
         assert receipt(served, key, answer.headers["x-request-id"])["price"]["picousd"] > 0
+
+
+TENANTS_PATHS = ("adapters/%00", "models/%00", "requests/%00", "organization/invoices/%00", "webhooks/%00") + (
+    "organization/usage/completions?start_time=1700000000&models=%00",
+    "organization/events?after=%00",
+)
+OPERATORS_PATHS = ("tenants/%00", "keys/%00", "operators/%00/rotate", "invoices/%00", "ledger?tenant_id=%00")
+
+
+def test_the_character_that_postgresql_does_not_store_is_the_callers_mistake(installation: Installation):
+    served = installation.served
+    with served.http(served.new_tenant("null")) as http:
+        answers = [http.get(f"/{path}") for path in TENANTS_PATHS]
+        answers.append(http.post("/completions", json=BODY | {"model": "a\0b"}))
+        answers.append(http.post("/webhooks", json={"url": "https://example.com", "description": "\0"}))
+        answers.append(http.put("/adapters/%00/files/adapter_config.json", content=b"{}"))
+    with served.ops() as ops:
+        answers += [ops.request("POST" if path.endswith("rotate") else "GET", f"/{path}") for path in OPERATORS_PATHS]
+        answers.append(ops.post("/tenants", json={"name": "a\0b"}))
+
+    told = {(str(answer.url), answer.status_code): answer.text for answer in answers}
+    assert {key: text for key, text in told.items() if key[1] not in (200, 400, 404)} == {}

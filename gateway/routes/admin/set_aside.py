@@ -1,6 +1,7 @@
 """/admin/v1/set-aside: usage records that could not be booked, settled or written off."""
 
 import contextlib
+from typing import Annotated
 
 import msgspec
 from litestar import Controller, Request, get, post
@@ -24,13 +25,16 @@ from tenants.unbooked import UnbookedRepository, settled_of
 MAX_RECORDS = 200
 
 
+Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class Settling(msgspec.Struct, forbid_unknown_fields=True):
-    attempt: int = 0
+    attempt: Attempt = 0
 
 
 class WriteOff(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
-    attempt: int = 0
+    attempt: Attempt = 0
 
 
 class SetAside(Controller):
