@@ -141,4 +141,4 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
         num_warps=4,
         **early("moe", device),
     )
-    return ExpertPlan(pairs, counts, top_k, Tiled(places, table, block_m, num_tokens))
+    return ExpertPlan(pairs, counts, top_k, Tiled(places, table, block_m, topk_ids, num_tokens))
