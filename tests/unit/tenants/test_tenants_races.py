@@ -20,8 +20,8 @@ from tenants.errors import NotFound
 from tenants.events import emit
 from tenants.key_repository import KeyRepository
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold, alert_of_limits
-from tenants.quota.wallet import WalletRepository
+from tenants.quota.alerts import AlertFold, TenantsFold, alert_of_limits
+from tenants.quota.wallet import WalletFold, WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.tables import (
     AdapterMeterHead,
@@ -30,6 +30,7 @@ from tenants.tables import (
     Event,
     Posting,
     RequestRecord,
+    SpendTotal,
     UnbookedRecord,
     Wallet,
     WebhookDelivery,
@@ -39,6 +40,7 @@ from tests.invoicing import HOUR, book, instant, make_tenant, publish, request
 
 NOW = instant("2026-11-30T12:00:00")
 _WAITING = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
+BOOKS = (TenantsFold(), WalletFold(), AlertFold())  # as a gateway has them
 Step = Callable[[], Coroutine[Any, Any, Any]]
 
 
@@ -253,5 +255,58 @@ def test_a_booking_that_waits_for_a_limit_to_be_lowered_alerts_of_what_it_passes
 
         (event,) = await all_of(database, Event)
         assert json.loads(event.data)["limit_picousd"] == 4 * price
+
+    with_database(body)
+
+
+def test_a_booking_in_flight_when_the_first_limit_is_set_counts_in_the_months_total(with_database):
+    async def body(database: Database) -> None:
+        tenant_id, card = await make_tenant(database), await publish(database)
+        booked, limited = asyncio.Event(), asyncio.Event()
+
+        async def limit() -> None:
+            async with database.transaction() as session:
+                tenants = TenantRepository(session)
+                await tenants.lock(tenant_id)
+                await tenants.set_limits(tenant_id, {"spend_limit_picousd_per_month": 10**15, "spend_alerts": [50]})
+                await alert_of_limits(session, tenant_id, NOW)
+            limited.set()
+
+        async def settle() -> None:
+            async with database.transaction() as session:
+                await Ledger(BOOKS).post(session, [request(tenant_id, card, NOW)], {})
+                booked.set()
+                await _wait_for(database, 1)  # until the limit waits for us
+            assert not limited.is_set()
+
+        settling = asyncio.create_task(settle())
+        await booked.wait()
+        async with asyncio.timeout(30):
+            await asyncio.gather(settling, limit())
+        (total,) = await all_of(database, SpendTotal)
+        assert total.picousd == (await all_of(database, RequestRecord))[0].price_picousd > 0
+
+    with_database(body)
+
+
+def test_a_booking_that_waits_for_the_first_limit_to_be_set_counts_in_the_months_total(with_database):
+    async def body(database: Database) -> None:
+        tenant_id, card = await make_tenant(database), await publish(database)
+
+        async def settle() -> None:
+            async with database.transaction() as session:
+                await Ledger(BOOKS).post(session, [request(tenant_id, card, NOW)], {})
+
+        async with database.transaction() as session:
+            tenants = TenantRepository(session)
+            await tenants.lock(tenant_id)
+            settling = asyncio.create_task(settle())
+            await _wait_for(database, 1)
+            await tenants.set_limits(tenant_id, {"spend_limit_picousd_per_month": 10**15, "spend_alerts": [50]})
+            await alert_of_limits(session, tenant_id, NOW)
+        async with asyncio.timeout(30):
+            await settling
+        (total,) = await all_of(database, SpendTotal)
+        assert total.picousd == (await all_of(database, RequestRecord))[0].price_picousd > 0
 
     with_database(body)
