@@ -18,7 +18,7 @@ from gateway.call import Call
 from gateway.errors import ApiError, invalid
 from gateway.views.receipts import receipt_of
 from gateway.work import Work
-from tenants.database import Database, in_time
+from tenants.database import Database
 from tenants.idempotency import LEASE_NS, IdempotencyKey, IdempotencyRepository
 from tenants.secrets import Secrets
 from tenants.tables import IdempotentRequest
@@ -77,7 +77,7 @@ class Idempotency:
             await holder.let_go()
 
     async def _claim(self, call: Call, key: IdempotencyKey, body_hash: bytes) -> None:
-        async with in_time(), self.database.transaction() as session:
+        async with self.database.transaction() as session:
             repository = IdempotencyRepository(session)
             found = await repository.claim(key, body_hash, call.request_id, self.now_ns())
             if found is None:
@@ -136,7 +136,7 @@ class _Holder:
         sealed = None
         if body is not None and len(body) <= MAX_STORED_BYTES and not self.call.gone.is_set():
             sealed = self.key.seal(self.call.request_id, body)
-        async with in_time(), self.stage.database.transaction() as session:
+        async with self.stage.database.transaction() as session:
             await IdempotencyRepository(session).finish(self.key, self.call.request_id, sealed, self.stage.now_ns())
         self.is_whole = True
 
@@ -144,7 +144,7 @@ class _Holder:
         while True:
             await asyncio.sleep(LEASE_NS / 3e9)
             try:
-                async with in_time(), self.stage.database.transaction() as session:
+                async with self.stage.database.transaction() as session:
                     await IdempotencyRepository(session).renew(self.key, self.call.request_id, self.stage.now_ns())
             except SQLAlchemyError as error:
                 _log.warning("the lease of an idempotency key was not renewed: %s", type(error).__name__)
@@ -155,7 +155,7 @@ class _Holder:
             return
         with anyio.CancelScope(shield=True):
             try:
-                async with in_time(), self.stage.database.transaction() as session:
+                async with self.stage.database.transaction() as session:
                     await IdempotencyRepository(session).release(self.key, self.call.request_id)
             except SQLAlchemyError as error:
                 _log.warning("an idempotency key is held until its lease runs out: %s", type(error).__name__)
