@@ -123,8 +123,12 @@ def make_runner(model: Decoder, config: EngineConfig, phases: Phases, compilers:
 
 
 def resolve_device(name: str) -> torch.device:
+    """Raises ValueError where a GPU is asked for and can't be used."""
+    is_there = torch.cuda.is_available()
+    if name == "cuda" and not is_there:
+        raise ValueError(f"--device cuda: torch {torch.__version__} finds no GPU here (nvidia-smi shows what there is)")
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if is_there else "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 

@@ -2,7 +2,7 @@
 
 Disk and database agree by two rules: a blob is there before the row that names it is committed, and it is unlinked
 only under the tenant's lock, when no live row names it. A crash in between leaves a blob that ``sweep.py``
-collects. Nothing waits for a disk while it holds the database.
+collects. No bytes are written or hashed while the database is held: under that lock a file is looked for, or unlinked.
 """
 
 import asyncio

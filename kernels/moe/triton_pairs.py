@@ -1,4 +1,5 @@
 # pyright: reportIndexIssue=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """Which adapter each pair has, and the pairs cut into segments of one, made on the device by one launch.
 
 A segment is a run of places of one number, slot · E + expert, that crosses no multiple of ``most_rows``. It stands in
@@ -104,4 +105,4 @@ def cut_pairs(plan: ExpertPlan, row_slots: Tensor, num_slots: int) -> tuple[Segm
             num_warps=4,
             **early("moe", device),
         )
-    return tuple(Segments(rows, table, num_pairs, most_rows) for rows in (tokens, places))
+    return Segments(tokens, table, num_pairs, most_rows), Segments(places, table, num_pairs, most_rows)

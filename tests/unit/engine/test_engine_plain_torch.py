@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Options, step_sizes
+from engine.build import Options, resolve_device, step_sizes
 from engine.gpu.plain_torch import warn_of, without_kernel
 from engine.metering.device_counters import FALLBACKS
 from engine.models.config import AttentionConfig, ModelConfig
@@ -94,3 +94,10 @@ def test_slots_for_adapters_on_experts_are_asked_for_on_a_gpu_and_all_of_a_cpus(
 
 def test_a_deterministic_engine_may_have_experts():
     assert step_sizes(options(), MOE["mixtral"], BF16, torch.device("cuda")).deterministic
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_the_options_name() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"--device cuda: .* finds no GPU"):
+        resolve_device("cuda")
