@@ -5,12 +5,14 @@ Each test holds a row that the others need, so that they stand in a line of its 
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from sqlmodel import select, text
 
+from gateway.idempotency import Idempotency
 from tenants import keys
 from tenants.audit_log import SERVER, AuditLog, Change
 from tenants.database import Database
@@ -18,6 +20,7 @@ from tenants.deletion import delete_tenant
 from tenants.deliveries import Attempt, DeliveryRepository
 from tenants.errors import NotFound
 from tenants.events import emit
+from tenants.idempotency import IdempotencyKey, IdempotencyRepository
 from tenants.key_repository import KeyRepository
 from tenants.ledger import Ledger
 from tenants.quota.alerts import AlertFold, TenantsFold, alert_of_limits
@@ -28,6 +31,7 @@ from tenants.tables import (
     AdapterVersion,
     ApiKey,
     Event,
+    IdempotentRequest,
     Posting,
     RequestRecord,
     SpendTotal,
@@ -308,5 +312,29 @@ def test_a_booking_that_waits_for_the_first_limit_to_be_set_counts_in_the_months
             await settling
         (total,) = await all_of(database, SpendTotal)
         assert total.picousd == (await all_of(database, RequestRecord))[0].price_picousd > 0
+
+    with_database(body)
+
+
+def test_a_gateway_whose_clock_is_an_hour_ahead_takes_no_idempotency_key_that_another_one_holds(
+    with_database, secrets, monkeypatch
+):
+    """Its lease is told by the database's clock."""
+
+    async def body(database: Database) -> None:
+        stage = Idempotency(database, secrets)
+        key = IdempotencyKey(await make_tenant(database), *secrets.idempotency_key("ten_a", "order"))
+
+        async def claim(request_id: str) -> IdempotentRequest | None:
+            async with database.transaction() as session:
+                now_ns = await stage.now_ns(session)
+                return await IdempotencyRepository(session).claim(key, b"h" * 32, request_id, now_ns)
+
+        assert await claim("first") is None
+        ahead_ns = time.time_ns() + 3600 * 10**9
+        monkeypatch.setattr("time.time_ns", lambda: ahead_ns)
+        held = await claim("second")
+        assert held is not None
+        assert held.request_id == "first"
 
     with_database(body)
