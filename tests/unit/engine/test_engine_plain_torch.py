@@ -99,5 +99,5 @@ def test_a_deterministic_engine_may_have_experts():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused_by_the_options_name() -> None:
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="--device cuda: .* finds no GPU"):
+    with pytest.raises(ValueError, match=r"--device cuda: .* finds no GPU"):
         resolve_device("cuda")
