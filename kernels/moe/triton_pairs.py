@@ -59,7 +59,7 @@ def _cut(
         num_rows = tl.load(p_num_tokens)
     num_real = num_rows * TOP_K
     o_own = tl.arange(0, BLOCK)
-    o_places = tl.program_id(0) * BLOCK + o_own
+    o_places = tl.program_id(0).to(tl.int64) * BLOCK + o_own
     b_tokens, b_numbers = _numbers(p_pairs, p_ids, p_slots, o_places, num_real, TOP_K, NUM_EXPERTS, NUM_SLOTS)
     b_count = (b_numbers >= 0).to(tl.int32)
     if MOST_ROWS > 1:
@@ -70,9 +70,10 @@ def _cut(
         b_count = tl.where(is_first, b_length * b_count, 0)
     m_places = o_places < num_pairs
     tl.store(p_tokens + o_places, b_tokens, mask=m_places)
-    tl.store(p_places + o_places, o_places, mask=m_places)
+    b_places = o_places.to(tl.int32)
+    tl.store(p_places + o_places, b_places, mask=m_places)
     p_rows = p_table + o_places * 4
-    tl.store(p_rows, o_places, mask=m_places)
+    tl.store(p_rows, b_places, mask=m_places)
     tl.store(p_rows + 1, b_count, mask=m_places)
     tl.store(p_rows + 2, tl.maximum(b_numbers, 0), mask=m_places)
 
