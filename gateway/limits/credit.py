@@ -13,7 +13,7 @@ from engine.client import EngineLost
 from gateway.errors import ApiError
 from gateway.limits.recount import Recount
 from gateway.limits.tickets import Ticket
-from tenants.database import Database, in_time
+from tenants.database import Database
 from tenants.quota.spend_repository import GatewayLeaseRepository
 from tenants.quota.wallet import Hold, WalletRepository
 
@@ -72,7 +72,7 @@ class Credit:
 
     async def _ask(self, question, hold: Hold) -> bool:
         try:
-            async with in_time(), self.database.transaction() as session:
+            async with self.database.within().transaction() as session:
                 return await question(WalletRepository(session), hold)
         except _FAILURES:
             raise ApiError("The ledger does not answer; try again.", code="billing_unavailable") from None
@@ -81,7 +81,7 @@ class Credit:
         """Where the database fails the sweep does it."""
         hold = self._hold(ticket, 0)
         with contextlib.suppress(*_FAILURES):
-            async with in_time(), self.database.transaction() as session:
+            async with self.database.within().transaction() as session:
                 await WalletRepository(session).give_back(hold.tenant_id, hold.request_id, hold.attempt)
 
     async def _keep_sweeping(self) -> None:

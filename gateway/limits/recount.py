@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from engine.client import EngineClient, EngineLost
 from gateway.limits.tickets import Tickets
-from tenants.database import Database, in_time, one_snapshot
+from tenants.database import Database, one_snapshot
 from tenants.directory import Directory
 from tenants.errors import StoreUnavailable
 from tenants.patience import patience
@@ -214,7 +214,7 @@ class Recount:
     async def _renew_lease(self) -> None:
         """Fenced from a moment on that lies before others think so."""
         fenced_at_s = time.monotonic() + LEASE_S - 1
-        async with in_time(), self.database.transaction() as session:
+        async with self.database.within().transaction() as session:
             await GatewayLeaseRepository(session).renew(self.name, int(LEASE_S * 1e9))
         self._fenced_at_s = max(self._fenced_at_s, fenced_at_s)
 
