@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Protocol
 
 from msgspec import Struct
@@ -267,12 +267,14 @@ class AdapterPool:
 
     def _best(self, key: str) -> int | None:
         """The slot for a key whose copy is there: a free one, or else that which is idle longest."""
-        has_room = self._has_experts_room
-        of_experts = next(filter(has_room, chain(reversed(self._free), self._idle)), None)
-        if self._num_expert_slots and self.host.has_experts(key):
+        found = chain(reversed(self._free), self._idle)
+        if self._num_expert_slots in {0, self.num_slots}:
+            return next(found, None)
+        slots = list(found)
+        of_experts = next(filter(self._has_experts_room, slots), None)
+        if self.host.has_experts(key):
             return of_experts
-        others = (index for index in chain(reversed(self._free), self._idle) if not has_room(index))
-        return next(others, of_experts)
+        return next(filterfalse(self._has_experts_room, slots), of_experts)
 
     def _has_experts_room(self, index: int) -> bool:
         return index < self._num_expert_slots

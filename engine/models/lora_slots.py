@@ -73,7 +73,7 @@ class LoraSlots:
         self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
         self._lora_ranks: dict[Place, list[int]] = {}
         self._slices: dict[tuple[int, tuple[str, ...]], list[LoraSlice]] = {}
-        self._slot_ranks = [0] * num_slots  # the largest of each
+        self._slot_ranks = [0] * num_slots  # the largest of each, those on experts aside
         self._slot_bytes = [0] * num_slots
         self._has_experts = [False] * num_slots
         self._slot_places: list[Ranks] = [()] * num_slots
@@ -122,7 +122,7 @@ class LoraSlots:
         self.clear_slot(0)
 
     def lora_rank(self, slot: int) -> int:
-        """The largest of the slot's ranks."""
+        """The largest of the slot's ranks, those on experts aside."""
         return self._slot_ranks[slot]
 
     def have_experts(self, slots: Iterable[int]) -> bool:
@@ -221,7 +221,7 @@ class LoraSlots:
             first = slot * len(own)
             self._lora_ranks[layer, name][first : first + len(own)] = own
         self._slot_places[slot] = held = tuple((place, own) for place, own in ranks if any(own))
-        self._slot_ranks[slot] = max((max(own) for _, own in held), default=0)
+        self._slot_ranks[slot] = max((max(own) for (_, name), own in held if not name.startswith(EXPERT)), default=0)
         self._has_experts[slot] = any(name.startswith(EXPERT) for (_, name), _ in held)
         self._slot_bytes[slot] = self._like.itemsize * sum(sum(own) * sum(self._sizes[name]) for (_, name), own in held)
         self._slices.clear()
