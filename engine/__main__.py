@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine.config import DISK_ADAPTER_BYTES, HOST_ADAPTER_BYTES
+from engine.config import DISK_ADAPTER_BYTES, HOST_ADAPTER_BYTES, MAX_EXPERT_RANK
 
 DRAIN_S = 30.0
 SWITCH_INTERVAL_S = 0.0005  # the step thread waits no longer than this for the interpreter
@@ -150,6 +150,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-running", type=int, default=0, help="0: 64 on a CPU, 256 on a GPU")
     add("--adapter-slots", type=int, default=0, help="0: 8 on a CPU, 64 on a GPU")
     add("--max-adapter-rank", type=int, default=64)
+    add(
+        "--expert-adapter-slots",
+        type=int,
+        default=0,
+        help="of a GPU that may hold adapters on experts, each with memory for every expert; of a CPU all may",
+    )
+    add("--max-expert-adapter-rank", type=int, default=MAX_EXPERT_RANK, help="of adapters on experts, on a GPU")
     add_bytes(
         "--adapter-memory",
         default=HOST_ADAPTER_BYTES,

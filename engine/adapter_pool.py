@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator
+from itertools import chain, filterfalse
 from typing import Protocol
 
 from msgspec import Struct
@@ -20,6 +21,9 @@ class HostWeights(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+    @property
+    def has_experts(self) -> bool: ...
 
 
 class SlotLoad(Struct, frozen=True):
@@ -64,6 +68,10 @@ class HostTier:
         """Bytes of a copy that is there."""
         return self._copies[key].num_bytes
 
+    def has_experts(self, key: str) -> bool:
+        """Whether a copy that is there has pairs of single experts."""
+        return self._copies[key].has_experts
+
     def keep(self, key: str) -> None:
         """No eviction takes this copy: nobody could bring it again."""
         if key in self._copies:
@@ -103,10 +111,14 @@ class _Slot:
 class AdapterPool:
     """The slot table. A slot is *free* (nobody's), *pinned* (running sequences use it) or *idle* (kept for reuse,
     least recently used out first). ``take_loads`` names what the engine has to do before the next step runs; until
-    then a newly acquired slot's content isn't there. ``take_clear`` names a freed slot that still has its content."""
+    then a newly acquired slot's content isn't there. ``take_clear`` names a freed slot that still has its content.
 
-    def __init__(self, num_slots: int, host: HostTier) -> None:
+    Adapters with experts go into the first ``num_expert_slots`` only (None: into any), others there only when no other
+    slot is free or idle. With none at all every adapter is a plain one, and whoever loads it refuses it."""
+
+    def __init__(self, num_slots: int, host: HostTier, num_expert_slots: int | None = None) -> None:
         self.host = host
+        self._num_expert_slots = num_slots if num_expert_slots is None else num_expert_slots
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[str, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
@@ -153,7 +165,7 @@ class AdapterPool:
 
     def has_room(self, key: str) -> bool:
         """``acquire`` would find a slot, and the step may still wait for the load."""
-        return key in self._slot_of or (bool(self._free or self._idle) and self._may_load(key))
+        return key in self._slot_of or (self._best(key) is not None and self._may_load(key))
 
     def acquire(self, key: str) -> tuple[int, int]:
         """Pins a slot that holds (or will hold, before the step runs) ``key``: (slot, generation). The caller has
@@ -217,6 +229,8 @@ class AdapterPool:
             assert sum(states) == 1, f"slot {index}: pinned, idle, free = {states}"
             assert (slot.key == "") == (index in self._free), f"slot {index} holds {slot.key!r}"
             assert not slot.key or self._slot_of[slot.key] == index
+            if slot.key in self.host and self._num_expert_slots and self.host.has_experts(slot.key):
+                assert self._has_experts_room(index), f"slot {index} has no room for the experts of {slot.key!r}"
         assert len(self._slot_of) == self.num_slots - self.num_free
         self.host.check_invariants()
 
@@ -234,7 +248,12 @@ class AdapterPool:
     def _place(self, key: str) -> int:
         weights = self.host.get(key)
         assert weights is not None, "an adapter without a host copy can't be loaded"
-        index = self._free.pop() if self._free else self._idle.popitem(last=False)[0]
+        index = self._best(key)
+        assert index is not None, "no slot has room"
+        if index in self._idle:
+            del self._idle[index]
+        else:
+            self._free.remove(index)
         slot = self._slots[index]
         replaces = bool(slot.key) or index in self._clears
         self._clears.pop(index, None)
@@ -245,6 +264,20 @@ class AdapterPool:
         self._slot_of[key] = index
         self._loads.append(SlotLoad(index, key, weights, replaces))
         return index
+
+    def _best(self, key: str) -> int | None:
+        """The slot for a key whose copy is there: a free one, or else that which is idle longest."""
+        found = chain(reversed(self._free), self._idle)
+        if self._num_expert_slots in {0, self.num_slots}:
+            return next(found, None)
+        slots = list(found)
+        of_experts = next(filter(self._has_experts_room, slots), None)
+        if self.host.has_experts(key):
+            return of_experts
+        return next(filterfalse(self._has_experts_room, slots), of_experts)
+
+    def _has_experts_room(self, index: int) -> bool:
+        return index < self._num_expert_slots
 
     def _rest(self, index: int) -> None:
         if self._slots[index].doomed:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import wire
-from engine.config import HOST_ADAPTER_BYTES, EngineConfig
+from engine.config import HOST_ADAPTER_BYTES, MAX_EXPERT_RANK, EngineConfig
 from engine.engine import Engine
 from engine.gpu.plain_torch import without_kernel
 from engine.gpu.shapes import ONE_SHAPE, in_one_shape, shapes_of
@@ -54,6 +54,8 @@ class Options:
     max_running: int = 0
     adapter_slots: int = 0
     max_adapter_rank: int = 64
+    expert_adapter_slots: int = 0
+    max_expert_adapter_rank: int = MAX_EXPERT_RANK
     host_adapter_bytes: int = HOST_ADAPTER_BYTES
     deterministic: bool = False
 
@@ -121,8 +123,12 @@ def make_runner(model: Decoder, config: EngineConfig, phases: Phases, compilers:
 
 
 def resolve_device(name: str) -> torch.device:
+    """Raises ValueError where a GPU is asked for and can't be used."""
+    is_there = torch.cuda.is_available()
+    if name == "cuda" and not is_there:
+        raise ValueError(f"--device cuda: torch {torch.__version__} finds no GPU here (nvidia-smi shows what there is)")
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if is_there else "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
@@ -148,6 +154,8 @@ def resolve_sizes(options: Options, model: Decoder, dtype: torch.dtype, device: 
 def step_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> EngineConfig:
     """All but what depends on the device's memory. Raises ValueError for a deterministic engine that can't be."""
     max_step_tokens, max_running, adapter_slots = DEFAULTS[device.type]
+    if options.expert_adapter_slots and model.moe is None:
+        raise ValueError("--expert-adapter-slots: the model has no experts")
     config = EngineConfig(
         block_size=options.block_size,
         num_blocks=options.kv_blocks or 1,
@@ -156,6 +164,8 @@ def step_sizes(options: Options, model: ModelConfig, dtype: torch.dtype, device:
         max_running=options.max_running or max_running,
         adapter_slots=options.adapter_slots or adapter_slots,
         max_lora_rank=options.max_adapter_rank,
+        expert_adapter_slots=options.expert_adapter_slots if device.type == "cuda" else None,
+        max_expert_rank=options.max_expert_adapter_rank,
         deterministic=options.deterministic,
         host_adapter_bytes=options.host_adapter_bytes,
     )
@@ -218,11 +228,11 @@ def _card(
         eos_token_ids=model.eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
-        experts=_expert_card(model, device),
+        experts=_expert_card(model, config),
     )
 
 
-def _expert_card(model: ModelConfig, device: torch.device) -> wire.ExpertCard | None:
+def _expert_card(model: ModelConfig, config: EngineConfig) -> wire.ExpertCard | None:
     if model.moe is None:
         return None
     return wire.ExpertCard(
@@ -230,5 +240,6 @@ def _expert_card(model: ModelConfig, device: torch.device) -> wire.ExpertCard | 
         hidden_size=model.hidden_size,
         width=model.moe.intermediate_size,
         layers=model.moe.layers,
-        takes_adapters=device.type == "cpu",
+        takes_adapters=config.expert_adapter_slots != 0,
+        max_lora_rank=0 if config.expert_adapter_slots is None else config.max_expert_rank,
     )

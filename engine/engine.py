@@ -82,7 +82,9 @@ class Engine:
         seed_source: Callable[[], int] = random_seed,
     ) -> None:
         self.config = config
-        self.adapters = AdapterPool(config.adapter_slots, HostTier(config.host_adapter_bytes))
+        self.adapters = AdapterPool(
+            config.adapter_slots, HostTier(config.host_adapter_bytes), config.expert_adapter_slots
+        )
         self.scheduler = Scheduler(config, self.adapters)
         self._attribution = Attribution(config.adapter_slots)
         self.stats = EngineStats(

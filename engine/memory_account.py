@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.config import EngineConfig
-from engine.models.config import ModelConfig, module_sizes
+from engine.models.config import ModelConfig, expert_sizes, module_sizes
 from engine.models.decoder import Decoder
+from engine.models.lora_slots import ExpertSlots, transfer_elements
 from engine.models.moe import token_numbers
 from engine.runner import SCORE_ROWS
 from kernels.quantised_linear import WIDE_BYTES
@@ -61,9 +62,23 @@ def says_what_to_do() -> Iterator[None]:
 
 def adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
     """All slots, and the buffer in which an adapter arrives."""
-    per_rank = sum(map(sum, module_sizes(model).values())) * model.num_layers * dtype.itemsize
-    ranks = -(-config.max_lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
-    return per_rank * (config.adapter_slots * ranks + config.max_lora_rank) if config.adapter_slots else 0
+    if not config.adapter_slots:
+        return 0
+    per_rank = sum(map(sum, module_sizes(model).values())) * model.num_layers
+    experts = ExpertSlots(config.expert_adapter_slots or 0, config.max_expert_rank)
+    slots = per_rank * config.adapter_slots * _whole(config.max_lora_rank) + _expert_elements(model, experts)
+    return dtype.itemsize * (slots + transfer_elements(model, config.max_lora_rank, experts))
+
+
+def _expert_elements(model: ModelConfig, experts: ExpertSlots) -> int:
+    if model.moe is None:
+        return 0
+    per_rank = sum(map(sum, expert_sizes(model).values())) * len(model.moe.layers) * model.moe.num_experts
+    return per_rank * experts.number * _whole(experts.max_lora_rank)
+
+
+def _whole(lora_rank: int) -> int:
+    return -(-lora_rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
 def step_bytes(model: Decoder, config: EngineConfig) -> int:
@@ -72,7 +87,7 @@ def step_bytes(model: Decoder, config: EngineConfig) -> int:
     sorted copies of them, what weights of 8 bits, if any, are multiplied out into (once more in captured steps)."""
     said, dtype = model.config, model.embedding.dtype
     heads = (said.attention.num_heads + 2 * said.attention.num_kv_heads) * said.attention.head_dim
-    of_pairs, choices = token_numbers(said)
+    of_pairs, choices = token_numbers(said, config.max_expert_rank if config.expert_adapter_slots else 0)
     widest = max(3 * said.intermediate_size, 2 * heads, of_pairs)
     per_token = (4 * said.hidden_size + widest) * dtype.itemsize + choices * torch.int32.itemsize
     per_row = said.vocab_size * (dtype.itemsize + 40)

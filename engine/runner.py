@@ -14,7 +14,8 @@ from engine.gpu.op_clock import OpClock
 from engine.metering.device_counters import TIMED_STEPS, DeviceCounters
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
-from engine.models.lora_slots import LoraSlots, PackedAdapter
+from engine.models.lora_slots import ExpertSlots, LoraSlots
+from engine.models.lora_transfer import PackedAdapter
 from engine.models.moe import shared_evenly
 from engine.sampler import Sampled, Sampler
 from engine.scheduler import Chunk, ChunkResult, StepPlan
@@ -38,7 +39,10 @@ class Runner:
         self._model = model
         self._block_size = config.block_size
         self.kv = KVCache(model.config, config.num_blocks, config.block_size, model.embedding)
-        self.slots = LoraSlots(model.config, config.adapter_slots, config.max_lora_rank, model.embedding)
+        experts = ExpertSlots(config.expert_adapter_slots or 0, config.max_expert_rank)
+        self.slots = LoraSlots(
+            model.config, config.adapter_slots, config.max_lora_rank, model.embedding, experts=experts
+        )
         self._sampler = Sampler(model.config.eos_token_ids)
         moe = model.config.moe
         self.expert_load = ExpertLoad(moe.layers, model.expert_tokens) if moe else None

@@ -35,12 +35,6 @@ class Chunk(Struct, frozen=True, gc=False):  # hundreds a step, and in no cycle
         """The position behind it: where the token that it draws stands."""
         return self.start + self.num_tokens
 
-    @property
-    def is_live(self) -> bool:
-        """The sequence still has the blocks and the slot that this was planned with."""
-        sequence = self.sequence
-        return sequence.status is SequenceStatus.RUNNING and sequence.num_preemptions == self.num_preemptions
-
 
 class ChunkResult(Struct, frozen=True):
     """What the runner gives for a chunk. ``token_id`` is -1 when none was drawn."""
@@ -175,7 +169,7 @@ class Scheduler:
         running = SequenceStatus.RUNNING
         for chunk in plan.chunks:  # no calls that can be spared here either
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-            if sequence.status is not running or sequence.num_preemptions != chunk.num_preemptions:  # not is_live
+            if sequence.status is not running or sequence.num_preemptions != chunk.num_preemptions:
                 continue
             if sequence.adapter_slot >= 0:
                 generation = self.adapters.generation(sequence.adapter_slot)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from gateway.auth import holder_of
 from gateway.errors import ApiError
 from tenants.audit_log import Actor, AuditLog, Change
+from tenants.database import PROMPT_S
 from tenants.directory import bump_epoch
 from tenants.errors import NotFound, StoreUnavailable
 
@@ -48,11 +50,15 @@ def needs(scope: str) -> Callable[[ASGIConnection, BaseRouteHandler], Awaitable[
     return guard
 
 
-async def change(request: Request, work: Callable[[AsyncSession], Awaitable[tuple[_T, Change | None]]]) -> _T:
+async def change(
+    request: Request,
+    work: Callable[[AsyncSession], Awaitable[tuple[_T, Change | None]]],
+    deadline_s: float = PROMPT_S,
+) -> _T:
     """Does the work and writes what it changed into the audit log, both or neither; then tells every gateway. None:
-    there was nothing to do."""
+    there was nothing to do. Raises SQLAlchemyError when the database does not do it in time."""
     ops = request.app.state.ops
-    async with ops.database.transaction() as session:
+    async with ops.database.within(deadline_s).transaction() as session:
         result, what = await work(session)
         if what is not None:
             await AuditLog(session).append(request.scope["state"]["actor"], what)
@@ -75,9 +81,9 @@ async def optional_body(request: Request, kind: type[_Body]) -> _Body:
     return msgspec.json.decode(body, type=kind) if body else kind()
 
 
-def session_of(state: State) -> AsyncSession:
-    """For reading."""
-    return state.ops.database.session()
+def session_of(state: State, deadline_s: float = PROMPT_S) -> AbstractAsyncContextManager[AsyncSession]:
+    """For reading, in time."""
+    return state.ops.database.within(deadline_s).session()
 
 
 def found(thing: Any, message: str) -> Any:

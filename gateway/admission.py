@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from gateway.call import Call
 from gateway.errors import ApiError
 from gateway.limits.credit import Credit
@@ -15,11 +17,13 @@ from gateway.limits.limiter import Limiter
 from gateway.limits.tickets import Ticket, Tickets, spend_of
 from gateway.settlement import Settlement
 from gateway.work import Work
+from tenants.database import in_time
 from tenants.errors import StoreUnavailable
 from tenants.pricing import RateCard
 from tenants.quota.budgets import Spend
 from tenants.quota.quota import RENEW_EVERY_MS, Headroom, Limits, Refused, Reservation
 
+LEDGER_WAIT_S = 2.0  # for a ledger that is late: a busy machine is not one without a database
 EXTEND_TOKENS = 256  # a block of further output tokens of each choice
 
 
@@ -89,7 +93,7 @@ class Admission:
         admitted_ns = call.unix_ns(call.read_ns)
         card = self._card(admitted_ns)
         spend = spend_of(work.principal.budget, work, card, admitted_ns, work.granted_tokens)
-        self._check_ledger(is_money=spend is not None or work.principal.budget.is_prepaid)
+        await self._check_ledger(is_money=spend is not None or work.principal.budget.is_prepaid)
         reservation = _reservation(call, work, spend)
         try:
             verdict = await self.limiter.reserve(reservation)
@@ -110,10 +114,21 @@ class Admission:
         if self.closed:
             raise ApiError("This server is shutting down.", code="draining")
 
-    def _check_ledger(self, *, is_money: bool) -> None:
-        """What is owed to it has a bound; where money is limited or prepaid, it has to answer now. Raises ApiError."""
-        if self.books.is_full or (is_money and (self.books.is_stuck or self.limiter.spending.is_fenced)):
+    async def _check_ledger(self, *, is_money: bool) -> None:
+        """What is owed to it has a bound; where money is limited or prepaid, it has to answer. Raises ApiError."""
+        if self.books.is_full or (is_money and not await self._ledger_answers()):
             raise ApiError("The ledger does not answer; try again.", code="billing_unavailable")
+
+    async def _ledger_answers(self) -> bool:
+        if not (self.books.is_stuck or self.limiter.spending.is_fenced):
+            return True
+        try:
+            async with in_time(LEDGER_WAIT_S):
+                await self.books.unstuck()
+                await self.limiter.spending.unfenced()
+        except (SQLAlchemyError, OSError):
+            return False
+        return True
 
     def _card(self, unix_ns: int) -> RateCard:
         try:

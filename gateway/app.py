@@ -90,8 +90,10 @@ def _framework_error(request: Request, error: HTTPException) -> Response:
 
 def _no_database(request: Request, error: SQLAlchemyError) -> Response:
     """Logged by its kind alone: its message has the statement's values."""
-    _log.error("%s %s: the database failed: %s", request.method, request.scope["path"], type(error).__name__)
-    return _api_error(request, as_api_error(error))
+    told = as_api_error(error)
+    if told.status >= 500:
+        _log.error("%s %s: the database failed: %s", request.method, request.scope["path"], type(error).__name__)
+    return _api_error(request, told)
 
 
 def _our_bug(request: Request, error: Exception) -> Response:

@@ -143,9 +143,16 @@ def as_api_error(error: Exception) -> ApiError:
 
     if isinstance(error, ApiError):
         return error
+    if _is_null_character(error):
+        return invalid("No text of a request may hold the character NUL.")
     if isinstance(error, SQLAlchemyError):
         return ApiError("The database does not answer; try again.", code="store_unavailable")
     return ApiError("The server had an error while answering.", code="internal")
+
+
+def _is_null_character(error: Exception) -> bool:
+    """PostgreSQL's word for one in a text: all else that we send it is UTF-8."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) == "22021"
 
 
 def from_engine(code: str, message: str) -> ApiError:

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -18,9 +17,10 @@ from gateway.call import Call
 from gateway.errors import ApiError, invalid
 from gateway.views.receipts import receipt_of
 from gateway.work import Work
-from tenants.database import Database, in_time
+from tenants.database import Database
 from tenants.idempotency import LEASE_NS, IdempotencyKey, IdempotencyRepository
 from tenants.secrets import Secrets
+from tenants.stamps import clock_ns
 from tenants.tables import IdempotentRequest
 
 HEADER = "Idempotency-Key"
@@ -42,7 +42,7 @@ class Idempotency:
 
     database: Database
     secrets: Secrets
-    now_ns: Callable[[], int] = time.time_ns
+    now_ns: Callable[[AsyncSession], Awaitable[int]] = clock_ns  # leases are compared by one clock
     _purging: asyncio.Task[None] | None = field(default=None)
 
     async def start(self) -> None:
@@ -77,16 +77,18 @@ class Idempotency:
             await holder.let_go()
 
     async def _claim(self, call: Call, key: IdempotencyKey, body_hash: bytes) -> None:
-        async with in_time(), self.database.transaction() as session:
+        async with self.database.transaction() as session:
             repository = IdempotencyRepository(session)
-            found = await repository.claim(key, body_hash, call.request_id, self.now_ns())
+            found = await repository.claim(key, body_hash, call.request_id, await self.now_ns(session))
             if found is None:
                 return
             if found.body_hash != body_hash:
                 raise ApiError(f"This '{HEADER}' came with another request.", "idempotency_mismatch", HEADER)
             answer = await self._earlier_answer(session, key, found)
-            if answer is None and await repository.take_over(key, found, body_hash, call.request_id, self.now_ns()):
-                return
+            if answer is None:
+                now_ns = await self.now_ns(session)
+                if await repository.take_over(key, found, body_hash, call.request_id, now_ns):
+                    return
         if answer is None:
             raise _in_flight()
         call.request_id, call.is_replay = found.request_id, True
@@ -101,7 +103,7 @@ class Idempotency:
         if row.answer is not None:
             return key.open(row.request_id, row.answer)
         receipt = await receipt_of(session, row.tenant_id, row.request_id)
-        if receipt is None and self.now_ns() < row.finished_unix_ns + _SETTLED_IN_NS:
+        if receipt is None and await self.now_ns(session) < row.finished_unix_ns + _SETTLED_IN_NS:
             raise _in_flight()
         return msgspec.json.encode(receipt) if receipt and receipt.price.billed else None
 
@@ -116,7 +118,7 @@ class Idempotency:
     async def purge(self) -> int:
         """Removes the keys whose time is over; how many that were."""
         async with self.database.transaction() as session:
-            return await IdempotencyRepository(session).purge(self.now_ns())
+            return await IdempotencyRepository(session).purge(await self.now_ns(session))
 
 
 @dataclass(slots=True)
@@ -136,16 +138,18 @@ class _Holder:
         sealed = None
         if body is not None and len(body) <= MAX_STORED_BYTES and not self.call.gone.is_set():
             sealed = self.key.seal(self.call.request_id, body)
-        async with in_time(), self.stage.database.transaction() as session:
-            await IdempotencyRepository(session).finish(self.key, self.call.request_id, sealed, self.stage.now_ns())
+        async with self.stage.database.transaction() as session:
+            now_ns = await self.stage.now_ns(session)
+            await IdempotencyRepository(session).finish(self.key, self.call.request_id, sealed, now_ns)
         self.is_whole = True
 
     async def renew(self) -> None:
         while True:
             await asyncio.sleep(LEASE_NS / 3e9)
             try:
-                async with in_time(), self.stage.database.transaction() as session:
-                    await IdempotencyRepository(session).renew(self.key, self.call.request_id, self.stage.now_ns())
+                async with self.stage.database.transaction() as session:
+                    now_ns = await self.stage.now_ns(session)
+                    await IdempotencyRepository(session).renew(self.key, self.call.request_id, now_ns)
             except SQLAlchemyError as error:
                 _log.warning("the lease of an idempotency key was not renewed: %s", type(error).__name__)
 
@@ -155,7 +159,7 @@ class _Holder:
             return
         with anyio.CancelScope(shield=True):
             try:
-                async with in_time(), self.stage.database.transaction() as session:
+                async with self.stage.database.transaction() as session:
                     await IdempotencyRepository(session).release(self.key, self.call.request_id)
             except SQLAlchemyError as error:
                 _log.warning("an idempotency key is held until its lease runs out: %s", type(error).__name__)

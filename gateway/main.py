@@ -62,10 +62,10 @@ from gateway.webhooks.poster import Poster
 from gateway.work import Reader
 from tenants.adapters.blobs import BlobStore
 from tenants.adapters.staged import StagedUploads
-from tenants.database import Database
+from tenants.database import BOOKS_S, Database
 from tenants.directory import Directory
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold
+from tenants.quota.alerts import AlertFold, TenantsFold
 from tenants.quota.wallet import WalletFold
 from tenants.secrets import Secrets
 from tenants.slo.sums import SloFold
@@ -103,7 +103,8 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         spending = build_spending(settings, index, redis, database, directory, catalog.engines, metrics.fallback)
         await _started(stack, spending)
         settlement = await _started(stack, _settlement(database, directory, secrets, metrics, spending.bookings))
-        targets = Targets(catalog, database, secrets, blobs)
+        prompt = database.within()  # for what callers wait for
+        targets = Targets(catalog, prompt, secrets, blobs)
         await _connect(stack, settings.engines, catalog, _client_of(f"gateway-{index}", settlement, targets))
         if index == 0:
             await _started(stack, LeftBehind(settings.home / "engines", settlement.take_left))
@@ -111,7 +112,7 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
         admission = await _started(
             stack, Admission(spending.limiter, spending.credit, settlement, directory.rate_card, spending.tickets)
         )
-        idempotency = await _started(stack, Idempotency(database, secrets))
+        idempotency = await _started(stack, Idempotency(prompt, secrets))
         grammars = GrammarCheck()
         stack.push_async_callback(grammars.close)
         dispatch = Dispatch(admission, secrets, settlement.post_lost, directory.holds, metrics.fallback)
@@ -123,11 +124,11 @@ async def running_parts(settings: Settings, index: int) -> AsyncIterator[Parts]:
             pipeline=Pipeline(directory, FailedAttempts(), reader, idempotency, admission, dispatch, telemetry),
             catalog=catalog,
             targets=targets,
-            adapters=Adapters(catalog, targets, database, blobs),
-            database=database,
+            adapters=Adapters(catalog, targets, prompt, blobs),
+            database=prompt,
             blobs=blobs,
             uploads=StagedUploads(settings.blobs),
-            webhooks=Webhooks(database, secrets, settings.webhook_loopback),
+            webhooks=Webhooks(prompt, secrets, settings.webhook_loopback),
             started_unix_s=int(time.time()),
         )
 
@@ -168,7 +169,9 @@ def _settlement(
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(folds=(SloFold(metrics.count_slo), WalletFold(), AlertFold(), bookings), count_unbooked=count)
+    ledger = Ledger(
+        folds=(TenantsFold(), SloFold(metrics.count_slo), WalletFold(), AlertFold(), bookings), count_unbooked=count
+    )
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 
@@ -223,7 +226,7 @@ async def serve(settings: Settings, listener: socket.socket, index: int) -> None
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with running_parts(settings, index) as parts:
         sweeping = asyncio.create_task(AdapterSweep(parts.adapters, parts.uploads).keep_sweeping(), name="sweep")
-        meter = AdapterMeter(parts.catalog, parts.targets, parts.database)
+        meter = AdapterMeter(parts.catalog, parts.targets, parts.database.within(BOOKS_S))
         reading = asyncio.create_task(meter.keep_reading(), name="adapter-meter")
         registry = parts.pipeline.telemetry.metrics.registry
         bounds = Bounds(settings.max_connections, settings.receive_seconds)

@@ -40,7 +40,19 @@ class EngineAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSizes:
+class AdapterSizes:
+    """Of what an engine keeps of adapters; None leaves the engine's own default."""
+
+    adapter_slots: int | None = None
+    max_adapter_rank: int | None = None
+    expert_adapter_slots: int | None = None
+    max_expert_adapter_rank: int | None = None
+    adapter_memory: int | None = None  # bytes
+    adapter_disk: int | None = None  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes(AdapterSizes):
     """Sizes handed to every engine; None leaves the engine's own default."""
 
     block_size: int | None = None
@@ -49,10 +61,6 @@ class EngineSizes:
     context: int | None = None  # tokens
     max_step_tokens: int | None = None
     max_running: int | None = None
-    adapter_slots: int | None = None
-    max_adapter_rank: int | None = None
-    adapter_memory: int | None = None  # bytes
-    adapter_disk: int | None = None  # bytes
     threads: int | None = None
     journal_keep_days: int | None = None
     journal_keep_bytes: int | None = None
@@ -266,6 +274,11 @@ _DETERMINISTIC_HELP = (
 )
 
 
+_EXPERT_SLOTS_HELP = (
+    "Slots of a GPU engine that may hold adapters on experts [0]; each takes memory for every expert. A CPU's all may."
+)
+
+
 def _size_options() -> list[click.Option]:
     return [
         _option("--block-size", type=_POSITIVE, help="Tokens in a KV block."),
@@ -276,6 +289,8 @@ def _size_options() -> list[click.Option]:
         _option("--max-running", type=_POSITIVE, help="Sequences in one step."),
         _option("--adapter-slots", type=_POSITIVE, help="Adapters on the device at once."),
         _option("--max-adapter-rank", type=_POSITIVE, help="Largest LoRA rank."),
+        _option("--expert-adapter-slots", type=_POSITIVE, help=_EXPERT_SLOTS_HELP),
+        _option("--max-expert-adapter-rank", type=_POSITIVE, help="Largest LoRA rank on experts on a GPU [16]."),
         _option("--adapter-memory", type=_POSITIVE, help="Bytes of adapters kept in host memory by an engine [2 GiB]."),
         _option("--adapter-disk", type=_POSITIVE, help="Bytes of adapters kept on disk by an engine [8 GiB]."),
         _option("--threads", type=_POSITIVE, help="CPU threads of an engine."),

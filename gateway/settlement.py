@@ -58,12 +58,16 @@ class Settlement:
     _queue: asyncio.Queue[_Item] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     _worker: asyncio.Task[None] | None = None
     _next_booking_s: float = 0.0
-    _is_stuck: bool = False
+    _taking: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_stuck(self) -> bool:
         """The ledger has not taken a batch for STUCK_S: nobody knows what was spent since."""
-        return self._is_stuck
+        return not self._taking.is_set()
+
+    async def unstuck(self) -> None:
+        """Returns when the ledger takes batches (again)."""
+        await self._taking.wait()
 
     @property
     def is_full(self) -> bool:
@@ -71,6 +75,7 @@ class Settlement:
         return self._queue.qsize() >= MAX_UNBOOKED
 
     async def start(self) -> None:
+        self._taking.set()
         self._worker = asyncio.create_task(self._work(), name="settlement")
 
     async def close(self, timeout_s: float = 2.0) -> None:
@@ -140,18 +145,15 @@ class Settlement:
     async def _work(self) -> None:
         while True:
             batch = await self._batch()
-            waiting = Patience(STUCK_S, self._stick)
+            waiting = Patience(STUCK_S, self._taking.clear)
             try:
                 await self._book(batch)
             finally:
                 waiting.end()
-                self._is_stuck = False
+                self._taking.set()
             await self._acknowledge(batch)
             for _ in batch:
                 self._queue.task_done()
-
-    def _stick(self) -> None:
-        self._is_stuck = True
 
     async def _batch(self) -> list[_Item]:
         """At least one record; those with it that follow within BATCH_S, or before the next booking is due."""

@@ -10,7 +10,7 @@ from gateway.errors import model_not_found
 from gateway.models import Catalog, ServedModel
 from tenants.adapters.blobs import BlobStore
 from tenants.adapters.repository import AdapterRepository
-from tenants.database import Database, in_time
+from tenants.database import Database
 from tenants.directory import Principal
 from tenants.secrets import Secrets
 from tenants.tables import AdapterVersion
@@ -57,7 +57,7 @@ class Targets:
         if reference is None:
             raise model_not_found(name)
         version = int(reference["version"]) if reference["version"] else None
-        async with in_time(), self._database.session() as session:
+        async with self._database.session() as session:
             adapter = await AdapterRepository(session).resolve(principal.tenant_id, reference["name"], version)
         model = self._catalog.get(adapter.base_model) if adapter else None
         if adapter is None or model is None:

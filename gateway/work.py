@@ -21,7 +21,6 @@ from tenants.directory import Principal
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's legacy route has it
 MAX_FIRST_GRANT_TOKENS = 1024
-MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 _INLINE_BYTES = 4096  # of a body; 1 to 2 ms of the event loop, where the way to a thread and back takes 0.3
 _CLASSES: tuple[FlowClass, ...] = ("interactive", "standard", "batch")

@@ -1,8 +1,9 @@
 """The engine and sessions of SQLAlchemy, set so that SQLite serves several processes of one host."""
 
+import copy
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -19,6 +20,7 @@ _Row = TypeVar("_Row")
 CONNECT_S = 10.0
 PROMPT_S = 5.0  # for what a request waits for; as long as SQLite waits for its lock
 REPORT_S = 60.0  # for sums over much
+BOOKS_S = 3600.0  # for sums over all there is
 DEAD_PEER_S = 20
 _WRITES = "tenora_writes"
 _LIBPQ_ONLY = ("application_name", "passfile", "target_session_attrs")  # and all that begins with ssl
@@ -119,6 +121,7 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = url
         self._engine: AsyncEngine | None = None
+        self._deadline_s: float | None = None
 
     async def start(self) -> None:
         """Opens the pool and proves that the database answers. Raises SQLAlchemyError."""
@@ -134,15 +137,27 @@ class Database:
             await self._engine.dispose()
             self._engine = None
 
-    def session(self) -> AsyncSession:
+    def within(self, deadline_s: float = PROMPT_S) -> "Database":
+        """The same one, which is started and is closed apart, for what somebody waits for: each session and transaction
+        of it is ``in_time``."""
+        prompt = copy.copy(self)
+        prompt._deadline_s = deadline_s
+        return prompt
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[AsyncSession]:
         """For reading: ``async with database.session() as session``. Nothing is committed."""
-        return self._reads()
+        async with self._bound(), self._reads() as session:
+            yield session
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
         """Commits at the end of the block, rolls back when it raises. On SQLite writers come one after another."""
-        async with self._writes() as session, session.begin():
+        async with self._bound(), self._writes() as session, session.begin():
             yield session
+
+    def _bound(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._deadline_s is None else in_time(self._deadline_s)
 
 
 @asynccontextmanager

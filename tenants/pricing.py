@@ -17,7 +17,6 @@ ANY = "*"
 # Together they keep every amount, and a request's sum of them, within BIGINT: 2 × 2²⁵ × 10¹¹ + 10¹¹ < 2⁶³.
 MAX_QUANTITY = 1 << 25
 MAX_PRICE_PICOUSD = 10**11
-PICOUSD_PER_USD = 10**12
 
 # A byte-second costs far less than a picousd: adapters are priced by the megabyte-second, and each quantity of theirs
 # is a whole number of those. 2⁴⁰ bytes × 3600 s / 10⁶ × 10⁷ picousd × 100 replicas < 2⁶³.

@@ -28,3 +28,11 @@ async def change_stamp(session: AsyncSession) -> int:
         found = (await session.exec(select(func.max(table.changed_unix_ns)))).one()
         latest = max(latest, found or 0)
     return max(time.time_ns(), latest + 1)
+
+
+async def clock_ns(session: AsyncSession) -> int:
+    """Now by the database's clock: those of several hosts may differ by more than a lease. (SQLite serves one host.)"""
+    if session.get_bind().dialect.name != "postgresql":
+        return time.time_ns()
+    seconds = func.extract("epoch", func.clock_timestamp())
+    return int((await session.exec(select(seconds))).one() * 10**9)

@@ -33,6 +33,7 @@ class Weights:
     key: str
     num_bytes: int = 100
     fits: bool = True
+    has_experts: bool = False
 
 
 @dataclass

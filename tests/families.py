@@ -5,7 +5,6 @@ and untied heads, biases that matter, norms far from one, rope stretched within 
 the prompts cross.
 """
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -153,7 +152,3 @@ class HfModel:
 def peft_dirs(folder: Path, adapters: Mapping[str, Adapter]) -> dict[str, Path]:
     """The adapters as PEFT stores them."""
     return {name: write_peft_dir(folder / name, adapter) for name, adapter in adapters.items()}
-
-
-def write_config(folder: Path, raw: Mapping[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(raw))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.batch import Batch, Rows
 from engine.config import EngineConfig
-from engine.gpu.shapes import shapes_of
+from engine.gpu.shapes import Form, form_of, shapes_of
 from engine.gpu.shared_prefixes import LEAST_DECODES, may_share
 from engine.models.attention import KVCache
 from engine.models.config import ModelConfig
@@ -39,11 +39,12 @@ _BUFFERS = 3  # pinned arrays in turn: a step's is read by the device while the 
 
 class Kind(NamedTuple):
     """Of steps that one graph holds: at most so many decodes, of adapters up to a rank, with groups that read their
-    beginning together or without."""
+    beginning together or without; adapters on experts are served, or there is none."""
 
     size: int
     rank: int
     has_groups: bool
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,12 @@ class DecodeGraphs:
         self._tables = BlockTables(self.sizes[-1], -(-config.context_tokens // config.block_size), self._device)
         self._graphs: dict[Kind, Captured] = {}
         self._pool = pool
-        self._ranks: dict[tuple[int, bool], list[int]] = {}
+        self._forms: dict[tuple[int, bool], list[Form]] = {}
         for kind in self._kinds:
-            self._ranks.setdefault((kind.size, kind.has_groups), []).append(kind.rank)
+            self._forms.setdefault((kind.size, kind.has_groups), []).append(Form(kind.rank, kind.has_experts))
         self._layouts = {
             (size, has_groups): Layout(decode_shape(model.config, config, self._device, size, has_groups=has_groups))
-            for size, has_groups in self._ranks
+            for size, has_groups in self._forms
         }
         self._numbers = Numbers(max(layout.length for layout in self._layouts.values()), self._device)
 
@@ -115,10 +116,10 @@ class DecodeGraphs:
 
     def _kind(self, plan: StepPlan, *, has_groups: bool) -> Kind:
         """The one of the lowest rank that serves all adapters."""
-        slots = {chunk.sequence.adapter_slot for chunk in plan.chunks}
-        most = max(self._slots.lora_rank(slot) if slot >= 0 else 0 for slot in slots)
+        used = {chunk.sequence.adapter_slot for chunk in plan.chunks}
         size = self.size(len(plan.chunks))
-        return Kind(size, next(rank for rank in self._ranks[size, has_groups] if rank >= most), has_groups)
+        form = form_of(self._slots, self._forms[size, has_groups], used)
+        return Kind(size, form.rank, has_groups, form.has_experts)
 
     def _empty_step(self, kind: Kind) -> Callable[[], Tensor]:
         """A step without a decode, over the memory of all steps of its kind → its logits."""
@@ -127,7 +128,7 @@ class DecodeGraphs:
         self._numbers.send()
         tables = self._tables.tables[: kind.size]
         batch = layout.batch(self._numbers.memory, tables, self._slots.num_slots, kind.rank)
-        return partial(self._compute, batch, kind.rank)
+        return partial(self._compute, batch, kind)
 
     def _capture(self, kind: Kind) -> Captured:
         compute = self._empty_step(kind)
@@ -136,11 +137,11 @@ class DecodeGraphs:
             logits = compute()
         return Captured(graph, logits)
 
-    def _compute(self, batch: Batch, rank: int) -> Tensor:
-        size = len(batch.positions)
+    def _compute(self, batch: Batch, kind: Kind) -> Tensor:
         batch = resolve(batch, self.drawn)
-        logits = self._model.product_with_head(self._model.forward(batch, self._kv, self._slots, rank))
-        highest(logits, self.drawn[:size])
+        hidden = self._model.forward(batch, self._kv, self._slots, kind.rank, has_experts=kind.has_experts)
+        logits = self._model.product_with_head(hidden)
+        highest(logits, self.drawn[: kind.size])
         return logits
 
 
@@ -151,21 +152,27 @@ def replay(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def graph_kinds(model: ModelConfig, config: EngineConfig) -> tuple[Kind, ...]:
-    """All that are captured, of each size those of lower ranks first; may be none. Steps with groups take adapters of
-    any rank in one graph."""
+    """All that are captured, of each size those of fewer launches first; may be none. Steps with groups take adapters
+    of any rank in one graph."""
     shapes, attention = shapes_of(config), model.attention
     sizes = shapes.decodes if may_capture(attention.num_heads, attention.num_kv_heads) else ()
     larger = [size for size in sizes if size >= LEAST_DECODES] if may_share(model, config) else []
     return (
-        *(Kind(size, rank, has_groups=False) for size in sizes for rank in shapes.ranks),
-        *(Kind(size, rank, has_groups=True) for size in larger for rank in sorted({0, shapes.ranks[-1]})),
+        *(Kind(size, form.rank, False, form.has_experts) for size in sizes for form in shapes.forms),
+        *(
+            Kind(size, form.rank, True, form.has_experts)
+            for size in larger
+            for form in shapes.forms
+            if form.rank in {0, shapes.ranks[-1]}
+        ),
     )
 
 
 def graph_bytes(model: ModelConfig, config: EngineConfig, device: torch.device) -> int:
     """What the graphs take in the driver, and in the largest, whose memory all share, attention's partial results and
     what a layer's experts hand each other."""
-    experts = shapes_of(config).tokens[-1] * token_numbers(model)[0] * torch.float32.itemsize
+    rank = config.max_expert_rank if config.expert_adapter_slots else 0
+    experts = shapes_of(config).tokens[-1] * token_numbers(model, rank)[0] * torch.float32.itemsize
     kinds, attention = graph_kinds(model, config), model.attention
     if not kinds:
         return experts

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.batch import Batch, Flat, on_device
 from engine.config import EngineConfig
 from engine.gpu.decode_graphs import Numbers, replay, resolve
-from engine.gpu.shapes import shapes_of
+from engine.gpu.shapes import Form, form_of, shapes_of
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
 from engine.models.linear import LoraStep
@@ -48,7 +48,7 @@ class PieceGraphs:
     ) -> None:
         self._model, self._kv, self._slots, self._drawn, self._pool = model, kv, slots, drawn, pool
         self._shapes = shapes_of(config)
-        self._pieces: dict[tuple[int, int], list[torch.cuda.CUDAGraph]] = {}
+        self._pieces: dict[tuple[int, Form], list[torch.cuda.CUDAGraph]] = {}
         device, most, attention = model.embedding.device, self._shapes.tokens[-1], model.config.attention
         self._numbers = Numbers(_places(most)[-1].stop, device)
         heads = (most, attention.num_heads, attention.head_dim)
@@ -57,19 +57,19 @@ class PieceGraphs:
 
     def launch(self) -> None:
         """Everything once, so that kernels are loaded, and tables of tiles and of addresses made."""
-        for size, rank in self._largest_first():
-            work = self._empty_step(size, rank)
+        for size, form in self._largest_first():
+            work = self._empty_step(size, form)
             for number in range(len(self._model.layers) + 1):
                 work.piece(number)
             self._numbers.wait()
 
     def capture(self) -> None:
         """All graphs, when everything has been launched: see ``DecodeGraphs.capture``."""
-        for size, rank in self._largest_first():
-            self._pieces[size, rank] = self._capture(size, rank)
+        for size, form in self._largest_first():
+            self._pieces[size, form] = self._capture(size, form)
 
-    def _largest_first(self) -> list[tuple[int, int]]:
-        return [(size, rank) for size in reversed(self._shapes.tokens) for rank in self._shapes.ranks]
+    def _largest_first(self) -> list[tuple[int, Form]]:
+        return [(size, form) for size in reversed(self._shapes.tokens) for form in self._shapes.forms]
 
     def fits(self, num_tokens: int) -> bool:
         return num_tokens <= self._shapes.tokens[-1]
@@ -78,7 +78,7 @@ class PieceGraphs:
         """Launches the step → hidden [T, H], good until the next replay."""
         num_tokens = len(flat.token_ids)
         size = self.size(num_tokens)
-        rank = self._rank(flat)
+        form = form_of(self._slots, self._shapes.forms, np.unique(flat.slots).tolist())
         tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
         count[0] = num_tokens
         for place, numbers, rest in (
@@ -87,13 +87,13 @@ class PieceGraphs:
             (mapping, flat.slot_mapping, -1),
         ):
             place[:num_tokens], place[num_tokens:] = numbers, rest
-        if rank:
+        if form.rank:
             fill_segments(segments, flat.slots.tolist(), size, self._slots.num_slots)
         self._numbers.send()
         (tables,) = on_device(self._drawn.device, flat.tables)
         plan = flat.attention(tables, self._kv.block_size, self._model.config.attention, is_fixed=self._shapes.is_fixed)
         used = self._buffers.first(num_tokens)
-        *pieces, last = self._pieces[size, rank]
+        *pieces, last = self._pieces[size, form]
         for layer, piece in zip(self._model.layers, pieces, strict=True):
             replay(piece)
             used.seen.copy_(layer.attention.attend(used.queries, plan, self._kv))
@@ -104,25 +104,21 @@ class PieceGraphs:
         """The smallest that holds so many."""
         return next(size for size in self._shapes.tokens if size >= num_tokens)
 
-    def _rank(self, flat: Flat) -> int:
-        most = max((self._slots.lora_rank(slot) for slot in np.unique(flat.slots).tolist() if slot >= 0), default=0)
-        return next(rank for rank in self._shapes.ranks if rank >= most)
-
-    def _empty_step(self, size: int, rank: int) -> "_Work":
+    def _empty_step(self, size: int, form: Form) -> "_Work":
         """A step of tokens of nobody, over the memory of all steps of its size."""
         tokens, positions, mapping, count, segments = self._numbers.begin(_places(size))
         tokens[:], positions[:], mapping[:], count[:] = 0, 0, -1, 0
         fill_segments(segments, [], size, self._slots.num_slots)
         self._numbers.send()
         ids, places, slots, count, segments = (self._numbers.memory[place] for place in _places(size))
-        lora = CapturedSgmv(segments, size, self._slots.num_slots) if rank else None
+        lora = CapturedSgmv(segments, size, self._slots.num_slots) if form.rank else None
         nothing = plan_attention(ids[None][:0], [0], [], block_size=1, num_heads=1, num_kv_heads=1)
         batch = Batch(ids, places, slots, replace(nothing), lora, ids, count)
-        step = LoraStep(self._slots, lora, rank, count)
+        step = LoraStep(self._slots, lora, form.rank, count, form.has_experts)
         return _Work(self._model, self._kv, self._drawn, self._buffers.first(size), batch, step)
 
-    def _capture(self, size: int, rank: int) -> list[torch.cuda.CUDAGraph]:
-        work = self._empty_step(size, rank)
+    def _capture(self, size: int, form: Form) -> list[torch.cuda.CUDAGraph]:
+        work = self._empty_step(size, form)
         pieces = []
         for number in range(len(self._model.layers) + 1):
             graph = torch.cuda.CUDAGraph()

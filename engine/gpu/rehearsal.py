@@ -99,9 +99,10 @@ def _steps_by_hand(model: Decoder, kv: KVCache, slots: LoraSlots, config: Engine
         size = min(2 * size, config.max_step_tokens)
         numbers = torch.zeros(size, dtype=torch.int32, device=device)
         attention = _plan(model.config, config, [size], size, device)
-        for rank in shapes.ranks:
+        for rank, has_experts in shapes.forms:
             lora = plan_sgmv([0] * size, device) if rank else None
-            model.forward(Batch(numbers, numbers, numbers - 1, attention, lora, numbers), kv, slots, rank)
+            batch = Batch(numbers, numbers, numbers - 1, attention, lora, numbers)
+            model.forward(batch, kv, slots, rank, has_experts=has_experts)
 
 
 def _sample(logits: Tensor) -> None:

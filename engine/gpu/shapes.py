@@ -19,9 +19,12 @@ prompt is cut, a prefix that is found, a recompute behind a preemption, a slot o
 keeps one order for all rows of a shape is seen, not promised: by check_deterministic_… of ops/bench/gpu_engine_checks.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from engine.config import EngineConfig
+from engine.models.lora_slots import LoraSlots
 from kernels.tiles import power_of_2
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -31,25 +34,45 @@ ONE_SHAPE = 256  # tokens of a deterministic step, where nobody has asked for ot
 _LEAST = 64  # tokens of one: fewer cost as much
 
 
+class Form(NamedTuple):
+    """Adapters that a captured step serves: up to ``rank``, 0: none; on experts too, or such as have nothing there."""
+
+    rank: int
+    has_experts: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """``decodes``: sequences of the graphs of steps that only decode. ``tokens``: of the graphs of all other steps.
-    ``ranks``: both are there for adapters up to each of these; 0: for a step without one. ``head_rows``: rows of a
-    product with the head, 0: as many as are wanted. ``is_fixed``: how attention is planned."""
+    ``forms``: both are there for each of these, that of the fewest launches first. ``head_rows``: rows of a product
+    with the head, 0: as many as are wanted. ``is_fixed``: how attention is planned."""
 
     decodes: tuple[int, ...]
     tokens: tuple[int, ...]
-    ranks: tuple[int, ...]
+    forms: tuple[Form, ...]
     head_rows: int = 0
     is_fixed: bool = False
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({form.rank for form in self.forms}))
+
 
 def shapes_of(config: EngineConfig) -> Shapes:
-    bounds = rank_bounds(config)
-    if not config.deterministic:
-        return Shapes(graph_sizes(config.max_sequences), TOKENS, (0, *bounds))
-    size = _one_shape(config)
-    return Shapes((), (size,), (0, *bounds[-1:]), size, is_fixed=True)
+    bounds, has_experts = rank_bounds(config), bool(config.expert_adapter_slots)
+    whole = Form(bounds[-1] if bounds else 0, has_experts)
+    if config.deterministic:
+        size = _one_shape(config)
+        return Shapes((), (size,), (Form(0), whole) if whole.rank else (Form(0),), size, is_fixed=True)
+    forms = tuple(Form(rank) for rank in (0, *bounds)) + ((whole,) if has_experts else ())
+    return Shapes(graph_sizes(config.max_sequences), TOKENS, forms)
+
+
+def form_of(slots: LoraSlots, forms: Iterable[Form], used: Collection[int]) -> Form:
+    """The first that serves a step whose rows have these slots, -1: none."""
+    own = [slot for slot in used if slot >= 0]
+    rank, has_experts = max(map(slots.lora_rank, own), default=0), slots.have_experts(own)
+    return next(form for form in forms if form.rank >= rank and form.has_experts >= has_experts)
 
 
 def in_one_shape(config: EngineConfig) -> EngineConfig:

@@ -55,7 +55,6 @@ class StepStats:
     num_sequences: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    num_preempted: int = 0
     run_ns: int = 0
     load_ns: int = 0
     overhead_ns: int = 0
@@ -95,7 +94,6 @@ def _measure(plan: StepPlan, times: StepTimes, span_ns: int) -> StepStats:
         num_sequences=len(plan.chunks),
         num_prefill_tokens=plan.num_tokens - num_decode,
         num_decode_tokens=num_decode,
-        num_preempted=len(plan.preempted),
         run_ns=times.run_ns,
         load_ns=load_ns,
         overhead_ns=span_ns - times.run_ns - load_ns,

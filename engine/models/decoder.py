@@ -182,10 +182,12 @@ class Decoder:
     def _expert_mlps(self) -> list[MoeMlp]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
 
-    def forward(self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0) -> Tensor:
-        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``:
-        see LoraStep."""
-        step = LoraStep(lora, batch.lora, most_ranks, batch.num_tokens)
+    def forward(
+        self, batch: Batch, kv: KVCache, lora: LoraSlots, most_ranks: int = 0, *, has_experts: bool = False
+    ) -> Tensor:
+        """One step → hidden [T, H] after the final norm. Writes the step's keys and values into ``kv``. ``most_ranks``,
+        ``has_experts``: see LoraStep."""
+        step = LoraStep(lora, batch.lora, most_ranks, batch.num_tokens, has_experts)
         residual = F.embedding(batch.token_ids, self.embedding)
         x = None
         for layer in self.layers:

@@ -16,12 +16,14 @@ from kernels.sgmv import LoraSlice, Low, SgmvPlan, expand, shrink
 @dataclass(frozen=True)
 class LoraStep:
     """What a layer is told of a step's rows. Their adapters: the slots and which rows use which; plan None = no row has
-    one. ``most_ranks``: the step is captured, for any adapters up to that rank. ``num_tokens``: as of a Batch."""
+    one. ``most_ranks``: the step is captured, for any adapters up to that rank, those on experts only if it
+    ``has_experts``. ``num_tokens``: as of a Batch."""
 
     slots: LoraSlots
     plan: SgmvPlan | None
     most_ranks: int = 0
     num_tokens: Tensor | None = None
+    has_experts: bool = False
 
     def slices(self, layer: int, modules: tuple[str, ...]) -> list[LoraSlice]:
         if self.plan is None:
@@ -29,6 +31,16 @@ class LoraStep:
         if self.most_ranks:
             return self.slots.captured_slices(layer, modules, self.most_ranks)
         return self.slots.slices(layer, modules)
+
+    def expert_slices(self, layer: int, modules: tuple[str, ...]) -> list[LoraSlice]:
+        """As ``slices``, of modules that each expert has."""
+        if self.plan is None:
+            return []
+        if not self.slots.is_static:
+            return self.slots.slices(layer, modules)
+        if self.has_experts or (not self.most_ranks and self.slots.have_experts(self.plan.rows_of_slot)):
+            return self.slots.captured_slices(layer, modules, self.slots.experts.max_lora_rank)
+        return []
 
 
 class Linear:

@@ -8,7 +8,6 @@ none for routers and shared experts.
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +20,15 @@ from kernels.moe import (
     ExpertWeights,
     RoutingRule,
     combine,
+    grouped_gate_up,
     grouped_linear,
     grouped_silu_mul,
     plan_experts,
     route,
 )
-from kernels.sgmv import SgmvPlan, plan_sgmv, sgmv
+from kernels.moe.adapters import adapters_of_pairs
 from kernels.silu_mul import silu_mul
+from kernels.tiles import power_of_2
 
 _GATE_UP = (f"{EXPERT}gate_proj", f"{EXPERT}up_proj")
 _DOWN = (f"{EXPERT}down_proj",)
@@ -77,16 +78,15 @@ class MoeMlp:
 
     def _of_pairs(self, x: Tensor, plan: ExpertPlan, lora: LoraStep) -> Tensor:
         """What each pair's expert answers, with its token's adapter, [T·K, H] in the order of the plan."""
-        gate_up, down = lora.slices(self.layer, _GATE_UP), lora.slices(self.layer, _DOWN)
+        gate_up, down = lora.expert_slices(self.layer, _GATE_UP), lora.expert_slices(self.layer, _DOWN)
         if lora.plan is None or not (gate_up or down):
             return grouped_linear(grouped_silu_mul(x, self.gate_up, plan), self.down, plan)
-        adapters = adapters_of_pairs(plan, lora.plan)
-        rows = x[plan.pairs // plan.top_k]
-        inner = grouped_linear(rows, self.gate_up, plan)
-        sgmv(inner, rows, gate_up, adapters)
+        adapters = adapters_of_pairs(plan, lora.plan, lora.slots.experts.number)
+        inner = grouped_gate_up(x, self.gate_up, plan)
+        adapters.add_of_tokens(inner, x, gate_up)
         inner = silu_mul(inner)
         y = grouped_linear(inner, self.down, plan)
-        sgmv(y, inner, down, adapters)
+        adapters.add_of_pairs(y, inner, down)
         return y
 
     def keep_choices(self, chosen: Tensor) -> None:
@@ -100,16 +100,6 @@ class MoeMlp:
 
     def linears(self) -> "tuple[Linear | MoeMlp, ...]":
         return (self,) if self.shared is None else (self, *self.shared.mlp.linears())
-
-
-def adapters_of_pairs(plan: ExpertPlan, lora: SgmvPlan) -> SgmvPlan:
-    """The pairs of a step by slot · E + expert, as LoraSlots numbers them. On a CPU."""
-    slots = np.full(lora.num_rows, -1)
-    for slot, rows in lora.rows_of_slot.items():
-        slots[rows] = slot
-    own, num_experts = slots[(plan.pairs // plan.top_k).numpy()], len(plan.counts)
-    numbers = own * num_experts + np.arange(num_experts).repeat(plan.counts.numpy())
-    return plan_sgmv(np.where(own < 0, -1, numbers).tolist(), lora.device)
 
 
 def expert_uses(chosen: Tensor, owners: Tensor, num_owners: int, num_experts: int) -> Tensor:
@@ -128,13 +118,16 @@ def shared_evenly(uses: Tensor) -> Tensor:
     return uses.double() @ (1 / uses.sum(0).clamp_min(1).double())
 
 
-def token_numbers(config: ModelConfig) -> tuple[int, int]:
+def token_numbers(config: ModelConfig, max_expert_rank: int = 0) -> tuple[int, int]:
     """What one token's experts take of a step's memory: numbers that a layer's pairs hand each other, and ids of all
-    layers' choices. (0, 0) without experts."""
+    layers' choices. (0, 0) without experts. ``max_expert_rank``: of adapters on them, 0: there are none."""
     moe = config.moe
     if moe is None:
         return 0, 0
-    return moe.top_k * (moe.intermediate_size + config.hidden_size), moe.top_k * len(moe.layers)
+    of_pair = moe.intermediate_size + config.hidden_size
+    if max_expert_rank:  # gate and up before silu; low ranks in fp32 of both, in parts, and segments
+        of_pair += 2 * moe.intermediate_size + 2 * 2 * max(16, power_of_2(max_expert_rank)) + 16
+    return moe.top_k * of_pair, moe.top_k * len(moe.layers)
 
 
 def moe_mlp(config: ModelConfig, weights: Weights, layer: int) -> MoeMlp | GatedMlp:

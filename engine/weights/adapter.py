@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from engine.models.config import EXPERT
 from engine.weights.errors import CorruptAdapter
 
 FORMAT = "tenora-lora-1"
@@ -35,6 +36,11 @@ class AdapterWeights:
 
     pairs: dict[tuple[int, str], LoraPair]
     num_bytes: int
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has pairs of single experts."""
+        return any(module.startswith(EXPERT) for _, module in self.pairs)
 
 
 def read_adapter(path: Path, sha256: str) -> AdapterWeights:

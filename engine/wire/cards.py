@@ -6,7 +6,7 @@ from msgspec import Struct
 class ExpertCard(Struct, frozen=True):
     """The routed experts of a model, in ``layers``: gated MLPs of hidden_size → width → hidden_size.
 
-    ``takes_adapters``: whether LoRA on them is computed.
+    ``takes_adapters``: whether LoRA on them is computed, up to ``max_lora_rank``, 0: whatever the model's card says.
     """
 
     num_experts: int
@@ -14,6 +14,7 @@ class ExpertCard(Struct, frozen=True):
     width: int
     layers: tuple[int, ...]
     takes_adapters: bool
+    max_lora_rank: int = 0
 
 
 class ModelCard(Struct, frozen=True):

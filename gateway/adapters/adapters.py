@@ -2,7 +2,7 @@
 
 Disk and database agree by two rules: a blob is there before the row that names it is committed, and it is unlinked
 only under the tenant's lock, when no live row names it. A crash in between leaves a blob that ``sweep.py``
-collects. Nothing waits for a disk while it holds the database.
+collects. No bytes are written or hashed while the database is held: under that lock a file is looked for, or unlinked.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from gateway.resources import Residency
 from gateway.targets import ADAPTER_NAME, Targets
 from tenants.adapters.blobs import BlobStore
 from tenants.adapters.repository import AdapterRepository, NewVersion
-from tenants.database import Database, in_time
+from tenants.database import Database
 from tenants.directory import Principal
 from tenants.errors import LimitExceeded, NotFound, VersionConflict
 from tenants.events import emit
@@ -137,7 +137,7 @@ class Adapters:
 
     async def versions(self, principal: Principal, name: str) -> tuple[AdapterVersion, list[AdapterVersion]]:
         """The current version and all live ones. Raises ApiError 404."""
-        async with in_time(), self.database.session() as session:
+        async with self.database.session() as session:
             repository = AdapterRepository(session)
             current = await repository.resolve(principal.tenant_id, name)
             if current is None:
@@ -159,7 +159,7 @@ class Adapters:
         return found
 
     async def current(self, principal: Principal) -> list[AdapterVersion]:
-        async with in_time(), self.database.session() as session:
+        async with self.database.session() as session:
             return await AdapterRepository(session).list_current(principal.tenant_id)
 
     async def delete(self, principal: Principal, name: str) -> None:

@@ -35,11 +35,10 @@ LookAtHeader: TypeAlias = Callable[[Path, int | None], Awaitable[None]]  # the f
 
 @dataclass(slots=True)
 class Upload:
-    """What was sent. ``weights_bytes`` have been written to the file that the caller gave."""
+    """What was sent beside the weights, which were written to the file that the caller gave."""
 
     fields: dict[str, str] = field(default_factory=dict)
     config: bytes = b""
-    weights_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,6 @@ async def read_upload(call: Call, weights: Path, max_weights_bytes: int, look: L
                 for item in parser.parse(chunk):
                     await reader.take(item)
         await sink.flush()
-    reader.upload.weights_bytes = sink.num_bytes
     return reader.upload
 
 

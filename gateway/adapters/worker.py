@@ -43,7 +43,9 @@ def _header_verdict(job: HeaderJob) -> Verdict:
 
 def _shape(job: Job) -> AdapterShape:
     card = job.experts
-    experts = card and ExpertShape(card.num_experts, card.hidden_size, card.width, card.layers, card.takes_adapters)
+    experts = card and ExpertShape(
+        card.num_experts, card.hidden_size, card.width, card.layers, card.takes_adapters, card.max_lora_rank
+    )
     return AdapterShape(job.modules, job.num_layers, job.max_lora_rank, frozenset(job.served_models), experts)
 
 

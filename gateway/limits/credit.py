@@ -13,11 +13,10 @@ from engine.client import EngineLost
 from gateway.errors import ApiError
 from gateway.limits.recount import Recount
 from gateway.limits.tickets import Ticket
-from tenants.database import Database, in_time
+from tenants.database import Database
 from tenants.quota.spend_repository import GatewayLeaseRepository
 from tenants.quota.wallet import Hold, WalletRepository
 
-DEADLINE_S = 2.0
 SWEEP_EVERY_S = 30.0
 YOUNG_S = 60.0  # a hold that a sweep does not look at
 _log = logging.getLogger("gateway.limits.credit")
@@ -73,7 +72,7 @@ class Credit:
 
     async def _ask(self, question, hold: Hold) -> bool:
         try:
-            async with in_time(DEADLINE_S), self.database.transaction() as session:
+            async with self.database.within().transaction() as session:
                 return await question(WalletRepository(session), hold)
         except _FAILURES:
             raise ApiError("The ledger does not answer; try again.", code="billing_unavailable") from None
@@ -82,7 +81,7 @@ class Credit:
         """Where the database fails the sweep does it."""
         hold = self._hold(ticket, 0)
         with contextlib.suppress(*_FAILURES):
-            async with in_time(DEADLINE_S), self.database.transaction() as session:
+            async with self.database.within().transaction() as session:
                 await WalletRepository(session).give_back(hold.tenant_id, hold.request_id, hold.attempt)
 
     async def _keep_sweeping(self) -> None:

@@ -53,6 +53,7 @@ class Recount:
     engines: Callable[[], Iterable[EngineClient]]
     tickets: Tickets = field(default_factory=Tickets)
     _fenced_at_s: float = 0.0
+    _renewing: asyncio.Task[None] | None = None
     _counting: dict[tuple[str, ...], asyncio.Task[None]] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -65,9 +66,10 @@ class Recount:
         ]
 
     async def close(self) -> None:
-        for task in (*self._tasks, *self._counting.values()):
+        tasks = [*self._tasks, *self._counting.values(), *([self._renewing] if self._renewing else ())]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._counting.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         with contextlib.suppress(*_FAILURES):
             async with self.database.transaction() as session:
                 await GatewayLeaseRepository(session).end(self.name)
@@ -76,6 +78,14 @@ class Recount:
     def is_fenced(self) -> bool:
         """Our lease has run out: others may count without us, so we take nothing on that counts as money."""
         return time.monotonic() > self._fenced_at_s
+
+    async def unfenced(self) -> None:
+        """Returns when our lease counts: who stood still for longer than it lasts renews it, once for all who ask.
+        Raises what the database raises."""
+        while self.is_fenced:
+            if self._renewing is None or self._renewing.done():
+                self._renewing = asyncio.create_task(self._renew_lease(), name="gateway's lease, late")
+            await asyncio.shield(self._renewing)
 
     async def recount(self, reservation: Reservation) -> None:
         """Returns when the reservation's windows are known. Raises StoreUnavailable when that takes WAIT_S; the count
@@ -204,12 +214,17 @@ class Recount:
     async def _renew_lease(self) -> None:
         """Fenced from a moment on that lies before others think so."""
         fenced_at_s = time.monotonic() + LEASE_S - 1
-        async with self.database.transaction() as session:
+        async with self.database.within().transaction() as session:
             await GatewayLeaseRepository(session).renew(self.name, int(LEASE_S * 1e9))
-        self._fenced_at_s = fenced_at_s
+        self._fenced_at_s = max(self._fenced_at_s, fenced_at_s)
 
     async def _forever(self, work: Callable, every_s: float) -> None:
+        """Soon again after a failure, which may have taken as long as the database waits for a lock."""
+        wait_s = every_s
         while True:
-            await asyncio.sleep(every_s)
-            with contextlib.suppress(*_FAILURES):
+            await asyncio.sleep(wait_s)
+            wait_s = every_s
+            try:
                 await work()
+            except _FAILURES:
+                wait_s = POLL_S

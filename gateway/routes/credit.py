@@ -6,14 +6,13 @@ from gateway.access import needs
 from gateway.errors import ApiError
 from gateway.parts import parts_of, principal_of
 from gateway.resources import CreditBody
-from tenants.database import in_time
 from tenants.quota.wallet import WalletRepository
 
 
 @get("/v1/organization/credit", opt=needs("usage"))
 async def credit(request: Request) -> CreditBody:
     """404 for an account that pays later."""
-    async with in_time(), parts_of(request).database.session() as session:
+    async with parts_of(request).database.session() as session:
         wallet = await WalletRepository(session).get(principal_of(request).tenant_id)
     if wallet is None:
         raise ApiError("This account has no prepaid credit.", code="not_found")

@@ -21,14 +21,14 @@ from gateway.views.invoices import (
     invoice_answer,
     invoice_head,
 )
-from tenants.database import REPORT_S, in_time
+from tenants.database import REPORT_S
 from tenants.invoices.credit_notes import CreditNoteRepository
 from tenants.invoices.invoices import InvoiceRepository, Issued
 
 
 @get("/v1/organization/invoices", opt=needs("usage"))
 async def list_invoices(request: Request) -> Listed[InvoiceHead]:
-    async with in_time(REPORT_S), parts_of(request).database.session() as session:
+    async with parts_of(request).database.within(REPORT_S).session() as session:
         every = await InvoiceRepository(session).list_all(principal_of(request).tenant_id)
     return Listed(data=[invoice_head(invoice) for invoice in every])
 
@@ -37,14 +37,14 @@ async def list_invoices(request: Request) -> Listed[InvoiceHead]:
 async def get_invoice(request: Request, invoice_id: FromPath[str]) -> Response[Any]:
     """Raises ApiError 404 for absent and for another tenant's; so do the others here."""
     wanted = format_of(request, *INVOICE_FORMATS)
-    async with in_time(REPORT_S), parts_of(request).database.session() as session:
+    async with parts_of(request).database.within(REPORT_S).session() as session:
         issued = await _own(session, request, invoice_id)
     return invoice_answer(issued, wanted)
 
 
 @get("/v1/organization/invoices/{invoice_id:str}/credit-notes", opt=needs("usage"))
 async def list_credit_notes(request: Request, invoice_id: FromPath[str]) -> Listed[CreditNoteBody]:
-    async with in_time(REPORT_S), parts_of(request).database.session() as session:
+    async with parts_of(request).database.within(REPORT_S).session() as session:
         await _own(session, request, invoice_id)
         every = await CreditNoteRepository(session).list_of(invoice_id)
     return Listed(data=[credit_note_body(note, lines) for note, lines in every])
@@ -53,7 +53,7 @@ async def list_credit_notes(request: Request, invoice_id: FromPath[str]) -> List
 @get("/v1/organization/invoices/{invoice_id:str}/credit-notes/{credit_note_id:str}", opt=needs("usage"))
 async def get_credit_note(request: Request, invoice_id: FromPath[str], credit_note_id: FromPath[str]) -> Response[Any]:
     wanted = format_of(request, *NOTE_FORMATS)
-    async with in_time(REPORT_S), parts_of(request).database.session() as session:
+    async with parts_of(request).database.within(REPORT_S).session() as session:
         issued = await _own(session, request, invoice_id)
         notes = CreditNoteRepository(session)
         note = await notes.get(credit_note_id, invoice_id)

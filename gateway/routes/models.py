@@ -12,14 +12,13 @@ from gateway.parts import Parts, parts_of, principal_of
 from gateway.resources import Listed, ModelBody
 from gateway.targets import Target
 from tenants.adapters.repository import AdapterRepository
-from tenants.database import in_time
 from tenants.tables import AdapterVersion
 
 
 @get("/v1/models", opt=needs_any_key())
 async def list_models(request: Request) -> Listed[ModelBody]:
     principal, parts = principal_of(request), parts_of(request)
-    async with in_time(), parts.database.session() as session:
+    async with parts.database.session() as session:
         adapters = await AdapterRepository(session).list_current(principal.tenant_id)
     bases = [_base(name, parts) for name in parts.catalog.models]
     own = [_adapter(adapter.name, adapter) for adapter in adapters if parts.catalog.get(adapter.base_model)]

@@ -8,7 +8,6 @@ from gateway.errors import ApiError
 from gateway.parts import parts_of, principal_of
 from gateway.resources import Receipt
 from gateway.views.receipts import receipt_of
-from tenants.database import in_time
 
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
@@ -20,7 +19,7 @@ async def get_request(request: Request, request_id: FromPath[str]) -> Receipt:
     bare = request_id
     for prefix in _PREFIXES:  # the id of an answer's body serves as well
         bare = bare.removeprefix(prefix)
-    async with in_time(), parts.database.session() as session:
+    async with parts.database.session() as session:
         receipt = await receipt_of(session, principal.tenant_id, bare)
     if receipt is None:
         raise ApiError(f"No request `{request_id}` is known.", code="not_found", param="request_id")

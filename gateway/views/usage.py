@@ -5,7 +5,7 @@ from litestar import Request
 from gateway.resources import Amount, CostResult, ReportPage, UsageResult
 from gateway.views.report_query import COSTS, USAGE, page_of
 from gateway.work import TIER_OF
-from tenants.database import REPORT_S, Database, in_time
+from tenants.database import REPORT_S, Database
 from tenants.usage.query import CostRow, UsageRow
 from tenants.usage.repository import UsageRepository
 
@@ -14,7 +14,7 @@ _PICO = 10**12
 
 async def usage_page(request: Request, database: Database, tenant_id: str | None) -> ReportPage[UsageResult]:
     """Raises ApiError 400."""
-    async with in_time(REPORT_S), database.session() as session:
+    async with database.within(REPORT_S).session() as session:
         usage = UsageRepository(session)
         page = await page_of(request, USAGE, usage, tenant_id)
         return page.answer(await usage.usage_buckets(tenant_id, page.query), _used)
@@ -22,7 +22,7 @@ async def usage_page(request: Request, database: Database, tenant_id: str | None
 
 async def cost_page(request: Request, database: Database, tenant_id: str | None) -> ReportPage[CostResult]:
     """Raises ApiError 400."""
-    async with in_time(REPORT_S), database.session() as session:
+    async with database.within(REPORT_S).session() as session:
         usage = UsageRepository(session)
         page = await page_of(request, COSTS, usage, tenant_id)
         return page.answer(await usage.cost_buckets(tenant_id, page.query), _cost)

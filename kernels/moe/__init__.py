@@ -18,6 +18,7 @@ __all__ = [
     "ExpertWeights",
     "RoutingRule",
     "combine",
+    "grouped_gate_up",
     "grouped_linear",
     "grouped_silu_mul",
     "plan_experts",
@@ -95,6 +96,18 @@ def grouped_silu_mul(x: Tensor, weights: ExpertWeights, plan: ExpertPlan) -> Ten
 
         return triton_kernel.grouped_silu_mul(x, weights.stacked, plan)
     return reference.grouped_silu_mul(x, weights.experts, plan.pairs // plan.top_k, plan.counts.tolist())
+
+
+@timed("moe")
+def grouped_gate_up(x: Tensor, weights: ExpertWeights, plan: ExpertPlan) -> Tensor:
+    """``grouped_silu_mul`` for who adds to gate and up before ``silu_mul``: both, [T·K, 2I], of the same bits."""
+    assert x.shape == (len(plan.pairs) // plan.top_k, weights.in_size), (x.shape, len(plan.pairs), weights.in_size)
+    assert len(plan.counts) == weights.num_experts, (len(plan.counts), weights.num_experts)
+    if weights.stacked is not None:
+        from kernels.moe import triton_kernel
+
+        return triton_kernel.grouped_gate_up(x, weights.stacked, plan)
+    return reference.grouped_linear(x[plan.pairs // plan.top_k], weights.experts, plan.counts.tolist())
 
 
 @timed("moe")

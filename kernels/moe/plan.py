@@ -19,13 +19,14 @@ class Tiled:
     """A plan as launches on a GPU read it; nothing of it is known to the host but its sizes.
 
     ``places`` [T·K] int32: where each pair stands in the order. ``table`` [tiles, 4] int32: expert, first place, number
-    of places (at most ``block_m``), unused; a tile without places has expert -1. ``num_tokens`` [1] int32: rows from
-    there on belong to no expert; None: all are tokens.
+    of places (at most ``block_m``), unused; a tile without places has expert -1. ``topk_ids``: what was planned.
+    ``num_tokens`` [1] int32: rows from there on belong to no expert; None: all are tokens.
     """
 
     places: Tensor
     table: Tensor
     block_m: int
+    topk_ids: Tensor
     num_tokens: Tensor | None
 
 

@@ -62,6 +62,7 @@ def _gate_up_rows(
     TOP_K: tl.constexpr,
     SIZE_IN: tl.constexpr,
     SIZE: tl.constexpr,
+    IS_FUSED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,8 +79,14 @@ def _gate_up_rows(
     kind = p_out.dtype.element_ty
     b_gate, b_up = tl.split(b_both.to(kind).to(tl.float32).reshape(ROWS, BLOCK_N // 2, 2))
     o_out = i_column * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    p_rows = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]
-    tl.store(p_rows, silu_times(b_gate, b_up).to(kind), mask=m_rows[:, None] & (o_out < SIZE)[None, :])
+    m_own = m_rows[:, None] & (o_out < SIZE)[None, :]
+    if IS_FUSED:
+        p_rows = p_out + ((i_first + o_rows) * SIZE)[:, None] + o_out[None, :]
+        tl.store(p_rows, silu_times(b_gate, b_up).to(kind), mask=m_own)
+    else:
+        p_rows = p_out + ((i_first + o_rows) * (2 * SIZE))[:, None] + o_out[None, :]
+        tl.store(p_rows, b_gate.to(kind), mask=m_own)
+        tl.store(p_rows + SIZE, b_up.to(kind), mask=m_own)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -94,6 +101,7 @@ def _gate_up(
     TOP_K: tl.constexpr,
     SIZE_IN: tl.constexpr,
     SIZE: tl.constexpr,
+    IS_FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -101,7 +109,8 @@ def _gate_up(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TAIL: a tile of at most so many rows is computed as one of so many; 0: all are of BLOCK_M."""
+    """TAIL: a tile of at most so many rows is computed as one of so many; 0: all are of BLOCK_M. IS_FUSED: out is
+    silu(gate) · up, else gate and behind it up."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -111,13 +120,13 @@ def _gate_up(
     if num_own > TAIL:
         _gate_up_rows(
             p_x, p_own, p_out, p_pairs, i_first, num_own, i_column, stride_x,
-            TOP_K, SIZE_IN, SIZE, BLOCK_M, BLOCK_N, BLOCK_K,
+            TOP_K, SIZE_IN, SIZE, IS_FUSED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     elif TAIL:  # noqa: SIM102 - known when it is compiled
         if num_own > 0:
             _gate_up_rows(
                 p_x, p_own, p_out, p_pairs, i_first, num_own, i_column, stride_x,
-                TOP_K, SIZE_IN, SIZE, TAIL, BLOCK_N, BLOCK_K,
+                TOP_K, SIZE_IN, SIZE, IS_FUSED, TAIL, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -176,11 +185,20 @@ def _down(
 
 def grouped_silu_mul(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
     """x [T, in], weights [E, 2 · out, in]; see the package."""
+    return _gate_and_up(x, weights, plan, is_fused=True)
+
+
+def grouped_gate_up(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
+    """x [T, in], weights [E, 2 · out, in]; see the package."""
+    return _gate_and_up(x, weights, plan, is_fused=False)
+
+
+def _gate_and_up(x: Tensor, weights: Tensor, plan: ExpertPlan, *, is_fused: bool) -> Tensor:
     assert plan.tiled is not None
     assert x.stride(1) == 1, x.stride()
     assert weights.is_contiguous(), weights.stride()
     (_, both, size_in), table, block_m = weights.shape, plan.tiled.table, plan.tiled.block_m
-    out = torch.empty((len(plan.pairs), both // 2), dtype=x.dtype, device=x.device)
+    out = torch.empty((len(plan.pairs), both // 2 if is_fused else both), dtype=x.dtype, device=x.device)
     row = tiles("moe_gate_up", x.device, rows=block_m, pairs=len(plan.pairs))
     block_n, block_k = _blocks(row, both, size_in, x.dtype)
     if len(table):
@@ -195,6 +213,7 @@ def grouped_silu_mul(x: Tensor, weights: Tensor, plan: ExpertPlan) -> Tensor:
             TOP_K=plan.top_k,
             SIZE_IN=size_in,
             SIZE=both // 2,
+            IS_FUSED=is_fused,
             BLOCK_M=block_m,
             TAIL=row["tail"],
             BLOCK_N=block_n,

@@ -34,7 +34,7 @@ def _tiles_before(b_ids, own, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _write_tiles(p_table, first_tile, end_tile, own, start, count, BLOCK_M: tl.constexpr):
     """The table's rows of one expert, those past its last pair empty."""
-    AT_ONCE: tl.constexpr = 32
+    AT_ONCE: tl.constexpr = 32  # pyright: ignore[reportAssignmentType]
     for first in range(0, end_tile - first_tile, AT_ONCE):
         o_tiles = first + tl.arange(0, AT_ONCE)
         b_num = tl.minimum(tl.maximum(count - o_tiles * BLOCK_M, 0), BLOCK_M)
@@ -141,4 +141,4 @@ def plan_experts(topk_ids: Tensor, num_experts: int, totals: Tensor | None, num_
         num_warps=4,
         **early("moe", device),
     )
-    return ExpertPlan(pairs, counts, top_k, Tiled(places, table, block_m, num_tokens))
+    return ExpertPlan(pairs, counts, top_k, Tiled(places, table, block_m, topk_ids, num_tokens))

@@ -35,7 +35,7 @@ def _scaled(p_row, o_ids, size, temperature):
 @triton.jit
 def _threshold(p_row, size, temperature, best, wanted, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
     """The highest key such that what is at least it counts (WEIGHED: weighs) ``wanted``; LOWEST if none does."""
-    LOWEST: tl.constexpr = -2147483648
+    LOWEST: tl.constexpr = -2147483648  # pyright: ignore[reportAssignmentType]
     threshold = tl.full((), LOWEST, tl.int32)
     for i_pass in tl.static_range(16):
         first_step = threshold + (1 << (30 - 2 * i_pass))  # over the sign they wrap, which is meant

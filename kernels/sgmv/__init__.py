@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.sgmv import reference
 from kernels.sgmv.low import LoraSlice, Low, PartialLow, TiledLow
-from kernels.sgmv.plan import RANK_MULTIPLE, SgmvPlan, plan_sgmv
+from kernels.sgmv.plan import RANK_MULTIPLE, Segments, SgmvPlan, plan_sgmv
 from kernels.timing import timed
 
 __all__ = [
@@ -14,12 +14,14 @@ __all__ = [
     "LoraSlice",
     "Low",
     "PartialLow",
+    "Segments",
     "SgmvPlan",
     "TiledLow",
     "expand",
     "plan_sgmv",
     "sgmv",
     "shrink",
+    "shrink_segments",
 ]
 
 
@@ -50,6 +52,16 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> Low | None
 
         return triton_kernel.shrink(x, slices, plan)
     return reference.shrink(x, slices, plan)
+
+
+@timed("lora")
+def shrink_segments(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, lora_rank: int) -> PartialLow:
+    """``shrink`` on a GPU of rows that a launch cuts into segments: ``segments.rows`` are rows of x [any, in], and one
+    may be there often. No rank in use is above ``lora_rank``; every slice has a ``rank_table``. Whose result it adds to
+    other rows gives the low ranks other ``segments`` of the same table."""
+    from kernels.sgmv import triton_kernel
+
+    return triton_kernel.shrink_segments(x, slices, segments, lora_rank)
 
 
 @timed("lora")

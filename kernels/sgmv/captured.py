@@ -24,11 +24,12 @@ def fill_segments(out: NDArray[np.int32], row_slots: Sequence[int], num_rows: in
     """row_slots: the slot of each row, -1 = none, at most num_rows of them → out [segment_numbers]. Rows without one
     stand as rows of ``empty_slot``, whose rank must be 0; segments that are left over have no row."""
     assert len(row_slots) <= num_rows, (len(row_slots), num_rows)
-    rows, table = (out[place] for place in _places(num_rows))
+    rows, slot_of_row, table = (out[place] for place in _places(num_rows))
     table = table.reshape(-1, 4)
     slots = np.full(num_rows, -1, dtype=np.int64)
     slots[: len(row_slots)] = row_slots
-    rows[:], segments = cut_rows(slots, _segment_rows(num_rows))
+    slot_of_row[:] = slots
+    rows[:], segments = cut_rows(slots, segment_rows(num_rows))
     segments[segments[:, 2] < 0, 2] = empty_slot
     table[: len(segments)] = segments
     table[len(segments) :] = (0, 0, empty_slot, 0)
@@ -43,8 +44,9 @@ class CapturedSgmv(SgmvPlan):
 
     def __init__(self, memory: Tensor, num_rows: int, empty_slot: int) -> None:
         super().__init__(num_rows, {empty_slot: list(range(num_rows))}, memory.device)
-        rows, table = (memory[place] for place in _places(num_rows))
-        self._given = Segments(rows, table.view(-1, 4), num_rows, _segment_rows(num_rows))
+        rows, slot_of_row, table = (memory[place] for place in _places(num_rows))
+        self._row_slots.append(slot_of_row)
+        self._given = Segments(rows, table.view(-1, 4), num_rows, segment_rows(num_rows))
 
     def is_sparse(self, most_rows: int) -> bool:
         return self._given.most_rows == 1
@@ -55,9 +57,10 @@ class CapturedSgmv(SgmvPlan):
         return self._given
 
 
-def _segment_rows(num_rows: int) -> int:
+def segment_rows(num_rows: int) -> int:
+    """Of one slot that a program takes at most, in a step of so many."""
     return 1 if num_rows <= SPARSE_ROWS else SEGMENT_ROWS
 
 
 def _places(num_rows: int) -> list[slice]:
-    return spans([num_rows, num_rows * 4])
+    return spans([num_rows, num_rows, num_rows * 4])

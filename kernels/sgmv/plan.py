@@ -59,6 +59,13 @@ class SgmvPlan:
     device: torch.device
     _groups: dict[tuple[int, ...], tuple[Group, ...]] = field(default_factory=dict)
     _segments: dict[int, Segments] = field(default_factory=dict)
+    _row_slots: list[Tensor] = field(default_factory=list)
+
+    def row_slots(self) -> Tensor:
+        """[T] int32 on the device: the slot of each row, -1 = none; remembered."""
+        if not self._row_slots:
+            self._row_slots.extend(upload([self._slot_of_each()], self.device))
+        return self._row_slots[0]
 
     def segments(self, most_rows: int) -> Segments:
         """Segments of at most ``most_rows`` rows; remembered."""
@@ -71,12 +78,15 @@ class SgmvPlan:
         return sum(map(len, self.rows_of_slot.values())) <= most_rows * len(self.rows_of_slot)
 
     def _make_segments(self, most_rows: int) -> Segments:
+        rows, table = cut_rows(self._slot_of_each(), most_rows)
+        on_device = upload([rows, table.ravel()], self.device)
+        return Segments(on_device[0], on_device[1].view(-1, 4), int((table[:, 2] >= 0).sum()), most_rows)
+
+    def _slot_of_each(self) -> NDArray[np.int64]:
         row_slots = np.full(self.num_rows, -1, dtype=np.int64)
         for slot, own in self.rows_of_slot.items():
             row_slots[own] = slot
-        rows, table = cut_rows(row_slots, most_rows)
-        on_device = upload([rows, table.ravel()], self.device)
-        return Segments(on_device[0], on_device[1].view(-1, 4), int((table[:, 2] >= 0).sum()), most_rows)
+        return row_slots
 
     def groups(self, lora_ranks: tuple[int, ...], num_ranks: int) -> tuple[Group, ...]:
         """The tiles of the slots with a rank, for a module whose ranks by slot are ``lora_ranks`` in weights

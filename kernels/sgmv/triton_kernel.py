@@ -17,9 +17,11 @@ from torch import Tensor
 
 from kernels.sgmv import triton_vector
 from kernels.sgmv.low import LoraSlice, PartialLow
-from kernels.sgmv.plan import SgmvPlan
+from kernels.sgmv.plan import Segments, SgmvPlan
 from kernels.sgmv.triton_tables import a_of, columns_of, rank_of, rows_at, segment_at, slice_at, slice_table, tile_of_b
-from kernels.tiles import early, pdl, power_of_2, tiles
+from kernels.tiles import is_early, pdl, power_of_2, tiles
+
+_MOST_PROGRAMS = 1 << 15  # of a grid's second axis, which ends at 65535; a multiple keeps the table aligned
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -132,19 +134,31 @@ def _expand(
 
 def shrink(x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan) -> PartialLow | None:
     """See the package; a, b and x have one dtype."""
-    for part in slices:
-        assert part.a.dtype == part.b.dtype == x.dtype, (part.a.dtype, part.b.dtype, x.dtype)
-        assert part.a.is_contiguous(), part.a.stride()
-        assert part.b.is_contiguous(), part.b.stride()
-        assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
-    assert x.stride(1) == 1, x.stride()
+    _check(x, slices)
     lora_rank = max((part.lora_ranks[slot] for part in slices for slot in plan.rows_of_slot), default=0)
     if not lora_rank:
         return None
     table = slice_table(slices, x.device)
     if plan.is_sparse(tiles("sgmv_form", x.device, tokens=plan.num_rows)["rows_of_slot"]):
         return triton_vector.shrink(x, slices, plan.segments(1), table, lora_rank)
-    return _shrink_segments(x, slices, plan, table, lora_rank)
+    segments = plan.segments(tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)["block_m"])
+    return _shrink_segments(x, slices, segments, table, lora_rank)
+
+
+def shrink_segments(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, lora_rank: int) -> PartialLow:
+    """See the package. The device may still be at work on the segments, so nothing begins before it has done."""
+    _check(x, slices)
+    shrink_form = triton_vector.shrink if segments.most_rows == 1 else _shrink_segments
+    return shrink_form(x, slices, segments, slice_table(slices, x.device), lora_rank, may_begin=False)
+
+
+def _check(x: Tensor, slices: Sequence[LoraSlice]) -> None:
+    for part in slices:
+        assert part.a.dtype == part.b.dtype == x.dtype, (part.a.dtype, part.b.dtype, x.dtype)
+        assert part.a.is_contiguous(), part.a.stride()
+        assert part.b.is_contiguous(), part.b.stride()
+        assert part.a.data_ptr() % 16 == part.b.data_ptr() % 16 == 0
+    assert x.stride(1) == 1, x.stride()
 
 
 def expand(y: Tensor, low: PartialLow) -> None:
@@ -158,31 +172,31 @@ def expand(y: Tensor, low: PartialLow) -> None:
 
 
 def _shrink_segments(
-    x: Tensor, slices: Sequence[LoraSlice], plan: SgmvPlan, table: Tensor, lora_rank: int
+    x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int, *, may_begin: bool = True
 ) -> PartialLow:
-    row = tiles("sgmv_shrink", x.device, tokens=plan.num_rows, rank=lora_rank)
-    segments = plan.segments(row["block_m"])
+    row = tiles("sgmv_shrink", x.device, tokens=len(segments.rows), rank=lora_rank)
     num_rows, split, block_r = len(segments.rows), row["split"], max(16, power_of_2(lora_rank))
     partials = torch.empty((len(slices), split, num_rows, block_r), dtype=torch.float32, device=x.device)
-    _shrink[(len(slices), segments.num_owned, split)](
-        x,
-        partials,
-        segments.rows,
-        segments.table,
-        table,
-        num_rows,
-        x.stride(0),
-        SIZE_IN=x.shape[1],
-        SPLIT=split,
-        BLOCK_M=segments.most_rows,
-        BLOCK_K=row["block_k"] * 2 // x.element_size(),  # the tables count bf16
-        BLOCK_R=block_r,
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-        TRIGGERS=bool(_expand_row(x, num_rows, lora_rank)["pdl"]),
-        num_warps=row["num_warps"],
-        num_stages=row["num_stages"],
-        **early("shrink", x.device),
-    )
+    for own in _launched(segments):
+        _shrink[(len(slices), len(own), split)](
+            x,
+            partials,
+            segments.rows,
+            own,
+            table,
+            num_rows,
+            x.stride(0),
+            SIZE_IN=x.shape[1],
+            SPLIT=split,
+            BLOCK_M=segments.most_rows,
+            BLOCK_K=row["block_k"] * 2 // x.element_size(),  # the tables count bf16
+            BLOCK_R=block_r,
+            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+            TRIGGERS=bool(_expand_row(x, num_rows, lora_rank)["pdl"]),
+            num_warps=row["num_warps"],
+            num_stages=row["num_stages"],
+            **pdl(may_begin and is_early("shrink", x.device)),
+        )
     return PartialLow(tuple(slices), segments, table, lora_rank, partials)
 
 
@@ -190,24 +204,30 @@ def _expand_segments(y: Tensor, low: PartialLow) -> None:
     num_slices, split, num_rows, block_r = low.partials.shape
     row = _expand_row(y, num_rows, low.lora_rank)
     most = max(part.b.shape[2] for part in low.slices)
-    _expand[(triton.cdiv(most, row["block_n"]), low.segments.num_owned, num_slices)](
-        y,
-        low.partials,
-        low.segments.rows,
-        low.segments.table,
-        low.table,
-        num_rows,
-        y.stride(0),
-        SPLIT=split,
-        BLOCK_M=low.segments.most_rows,
-        BLOCK_N=row["block_n"],
-        BLOCK_R=block_r,
-        ALIGNED=low.is_aligned,
-        PRECISION="tf32x3" if y.dtype == torch.float32 else "tf32",
-        num_warps=row["num_warps"],
-        num_stages=1,
-        **pdl(row["pdl"]),
-    )
+    for own in _launched(low.segments):
+        _expand[(triton.cdiv(most, row["block_n"]), len(own), num_slices)](
+            y,
+            low.partials,
+            low.segments.rows,
+            own,
+            low.table,
+            num_rows,
+            y.stride(0),
+            SPLIT=split,
+            BLOCK_M=low.segments.most_rows,
+            BLOCK_N=row["block_n"],
+            BLOCK_R=block_r,
+            ALIGNED=low.is_aligned,
+            PRECISION="tf32x3" if y.dtype == torch.float32 else "tf32",
+            num_warps=row["num_warps"],
+            num_stages=1,
+            **pdl(row["pdl"]),
+        )
+
+
+def _launched(segments: Segments) -> tuple[Tensor, ...]:
+    """The table in pieces of what one launch may have."""
+    return segments.table[: segments.num_owned].split(_MOST_PROGRAMS)
 
 
 def _expand_row(like: Tensor, num_rows: int, lora_rank: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.sgmv.low import LoraSlice, PartialLow
 from kernels.sgmv.plan import Segments
 from kernels.sgmv.triton_tables import a_of, columns_of, rank_of, segment_at, slice_at, tile_of_b
-from kernels.tiles import early, pdl, power_of_2, tiles
+from kernels.tiles import is_early, pdl, power_of_2, tiles
 
 RANKS = 16  # of a tile
 
@@ -132,11 +132,14 @@ def _expand(
     tl.store(p_own, b_y.to(p_y.dtype.element_ty), mask=m_out)
 
 
-def shrink(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int) -> PartialLow:
+def shrink(
+    x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Tensor, lora_rank: int, *, may_begin: bool = True
+) -> PartialLow:
     """See the package; ``table`` has the slices' rows, no rank in use is above ``lora_rank``, and every segment has one
-    row: the first of the rows is the first segment's, and so on."""
+    row: the first of the rows is the first segment's, and so on. ``may_begin``: before the launch ahead has ended,
+    which has written none of the segments."""
     max_rank = max(RANKS, power_of_2(lora_rank))
-    (num_rows, size_in), itemsize = x.shape, x.element_size()
+    num_rows, size_in, itemsize = len(segments.rows), x.shape[1], x.element_size()
     row = tiles("sgmv_vector", x.device, tokens=num_rows, rank=max_rank)
     block_k = min(row["block_k"] * 2 // itemsize, max(16, power_of_2(size_in)))  # the tables count bf16
     split = triton.cdiv(size_in, block_k)
@@ -156,7 +159,7 @@ def shrink(x: Tensor, slices: Sequence[LoraSlice], segments: Segments, table: Te
         MAX_RANK=max_rank,
         TRIGGERS=bool(row["pdl"]),
         num_warps=row["shrink_warps"],
-        **early("shrink", x.device),
+        **pdl(may_begin and is_early("shrink", x.device)),
     )
     return PartialLow(tuple(slices), segments, table, lora_rank, partials)
 

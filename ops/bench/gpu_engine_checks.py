@@ -125,7 +125,7 @@ class Rows:
             chunk.sequence.token_ids.append(result.token_id)
 
 
-def sizes(num_slots: int, most_ranks: int = 16, num_rows: int = NUM_ROWS) -> EngineConfig:
+def sizes(num_slots: int, most_ranks: int = 16, num_rows: int = NUM_ROWS, expert_slots: int = 0) -> EngineConfig:
     return EngineConfig(
         num_blocks=num_rows * BLOCKS,
         context_tokens=1024,
@@ -133,18 +133,20 @@ def sizes(num_slots: int, most_ranks: int = 16, num_rows: int = NUM_ROWS) -> Eng
         max_running=num_rows,
         adapter_slots=num_slots,
         max_lora_rank=most_ranks,
+        expert_adapter_slots=expert_slots,
     )
 
 
 def make_runner(
-    name: str, num_slots: int, num_rows: int = NUM_ROWS, *, has_graphs: bool = True
+    name: str, num_slots: int, num_rows: int = NUM_ROWS, *, has_graphs: bool = True, expert_slots: int = 0
 ) -> tuple[CudaRunner, dict[str, Tensor]]:
     """A runner over random bf16 weights (NAME-int8 and its like: of 8 bits) and the wide weights; slot i with a random
-    adapter of seed i and of rank 4, 8, 16, in turn."""
+    adapter of seed i and of rank 4, 8, 16, in turn, none on experts (``expert_slots``: which might)."""
     device = torch.device("cuda")
     config = random_config(name)
     stored, weights = of_8_bits(name, random_weights(config, device, torch.bfloat16))
-    runner = CudaRunner(Decoder(config, stored), sizes(num_slots, num_rows=num_rows), has_graphs=has_graphs)
+    engine = sizes(num_slots, num_rows=num_rows, expert_slots=expert_slots)
+    runner = CudaRunner(Decoder(config, stored), engine, has_graphs=has_graphs)
     runner.warm()
     runner.capture()
     for slot in range(num_slots):

@@ -119,10 +119,12 @@ def all_checks() -> dict[str, Callable[[], None]]:
         checks_lora,
         checks_lora_way,
         checks_moe,
+        checks_moe_lora,
         checks_small,
     )
 
-    parts = (checks, checks_captured, checks_lora, checks_lora_way, cases_quantised, checks_moe, checks_small)
+    of_experts = checks_moe, checks_moe_lora
+    parts = (checks, checks_captured, checks_lora, checks_lora_way, cases_quantised, *of_experts, checks_small)
     return {name: check for part in parts for name, check in part.CHECKS.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from engine import adapter_pool
-from engine.models.lora_slots import PackedAdapter
+from engine.models.lora_transfer import PackedAdapter
 from ops.bench.loaded_engine import Bench, check_slots
 from ops.bench.random_model import random_adapter, random_decoder
 

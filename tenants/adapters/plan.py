@@ -26,6 +26,9 @@ class UploadLimits(Protocol):
     def max_adapter_bytes(self) -> int: ...
 
 
+_HOW_TO_SERVE = "(its engine has no --expert-adapter-slots)"
+
+
 @dataclass(slots=True)
 class Plan:
     """``pairs`` are in canonical order; ``num_pairs`` counts those of the file (one for a parameter of all experts)."""
@@ -103,8 +106,21 @@ def _expert_reasons(pairs: list[Scaled], shape: AdapterShape) -> list[str]:
     if modules and shape.experts is not None and not shape.experts.served:
         parts = sorted({module.rpartition(".")[2] for _, module in modules})
         layers = len({layer for layer, _ in modules})
-        reasons.append(f"LoRA on experts ({', '.join(parts)} in {layers} layers) is not served with this model")
+        where = f"{', '.join(parts)} in {layers} layers"
+        reasons.append(f"LoRA on experts ({where}) is not served with this model {_HOW_TO_SERVE}")
+    elif shape.experts is not None and shape.experts.max_lora_rank:
+        reasons += _expert_rank_reasons(pairs, shape.experts.max_lora_rank)
     return reasons
+
+
+def _expert_rank_reasons(pairs: list[Scaled], limit: int) -> list[str]:
+    over = [pair.lora_rank for pair, _ in pairs if pair.module.startswith("experts.") and pair.lora_rank > limit]
+    if not over:
+        return []
+    return [
+        f"LoRA on experts has rank {max(over)}, over the limit of {limit} (--max-expert-adapter-rank; in {len(over)} "
+        "pairs)"
+    ]
 
 
 def _rank_reasons(pairs: list[Scaled], limit: int) -> list[str]:

@@ -16,6 +16,7 @@ class ExpertShape:
     """The routed experts of a base model, gated MLPs of hidden_size → width → hidden_size, in ``layers``.
 
     ``served``: whether its engine computes LoRA on them. Where it doesn't, such adapters are read and then refused.
+    ``max_lora_rank``: of theirs, where that is another limit than of other modules; 0: it isn't.
     """
 
     num_experts: int
@@ -23,6 +24,7 @@ class ExpertShape:
     width: int
     layers: Collection[int]
     served: bool = False
+    max_lora_rank: int = 0
 
     @property
     def num_modules(self) -> int:

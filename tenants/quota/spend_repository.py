@@ -1,6 +1,5 @@
 """What the ledger knows of spend windows, and who else may know more."""
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from tenants.money import exact_sum, total
 from tenants.periods import Period
 from tenants.quota.budgets import KEPT_MS, Window
+from tenants.stamps import clock_ns
 from tenants.tables import GatewayLease, RequestRecord, UsageRollup, UsageSeries
 from tenants.usage.cover import WIDTHS_S
 from tenants.usage.rollups import SUMMED_METERS
@@ -87,22 +87,15 @@ class GatewayLeaseRepository:
         self._session = session
 
     async def renew(self, name: str, for_ns: int) -> None:
-        await self._session.merge(GatewayLease(name=name, until_unix_ns=await self._now_ns() + for_ns))
+        await self._session.merge(GatewayLease(name=name, until_unix_ns=await clock_ns(self._session) + for_ns))
         await self._session.flush()
 
     async def end(self, name: str) -> None:
         await self._session.exec(delete(GatewayLease).where(col(GatewayLease.name) == name))
 
     async def alive(self) -> set[str]:
-        query = select(GatewayLease.name).where(GatewayLease.until_unix_ns > await self._now_ns())
+        query = select(GatewayLease.name).where(GatewayLease.until_unix_ns > await clock_ns(self._session))
         return set((await self._session.exec(query)).all())
-
-    async def _now_ns(self) -> int:
-        """By the database's clock: those of several hosts may differ by more than a lease. (SQLite serves one host.)"""
-        if self._session.get_bind().dialect.name != "postgresql":
-            return time.time_ns()
-        seconds = func.extract("epoch", func.clock_timestamp())
-        return int((await self._session.exec(select(seconds))).one() * 10**9)
 
 
 def _whole_days(period: Period) -> tuple[int, int]:

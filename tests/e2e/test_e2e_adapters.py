@@ -11,7 +11,7 @@ from tests import adapter_calls, oracle
 from tests.adapter_calls import prompt_of, upload
 from tests.exactness import assert_same
 from tests.served import Served
-from tests.tiny import hf_config, merged, tiny_adapter, tiny_config, tiny_weights, write_peft_dir
+from tests.tiny import hf_config, merged, tiny_adapter, tiny_config, tiny_tokenizer, tiny_weights, write_peft_dir
 
 CONFIG = hf_config(tiny_config())
 WEIGHTS = tiny_weights()
@@ -154,15 +154,19 @@ def test_the_prefix_cache_is_the_tenants_own(tiny: Served):
 @pytest.mark.parametrize("model", ["tiny", "A"])
 @pytest.mark.parametrize("num_prompt", [1, 40])
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_echo_scores_the_prompt_as_the_reference_does(tiny: Served, key: str, model, num_prompt, max_tokens):
+@pytest.mark.parametrize("as_text", [False, True], ids=["ids", "text"])
+def test_echo_scores_the_prompt_as_the_reference_does(tiny: Served, key: str, model, num_prompt, max_tokens, as_text):
     """Case 14, cold and after the same prompt is in the prefix cache."""
-    prompt = prompt_of(num_prompt, seed=5)
+    text = "".join(chr(ord("A") + seed % 26) for seed in prompt_of(num_prompt, seed=5))
+    prompt = tiny_tokenizer().encode(text).ids if as_text else prompt_of(num_prompt, seed=5)
+    assert len(prompt) == num_prompt
     weights = merged(WEIGHTS, ADAPTERS[model]) if model in ADAPTERS else WEIGHTS
     expected = oracle.prompt_logprobs(CONFIG, weights, prompt)
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 1, "temperature": 0}
+    given = text if as_text else prompt
+    body = {"model": model, "prompt": given, "max_tokens": max_tokens, "echo": True, "logprobs": 1, "temperature": 0}
 
     with tiny.http(key) as http:
-        http.post("/completions", json={"model": model, "prompt": prompt, "max_tokens": 1})
+        http.post("/completions", json={"model": model, "prompt": given, "max_tokens": 1})
         answers = [http.post("/completions", json=body) for _ in range(2)]
 
     assert [answer.status_code for answer in answers] == [200, 200]
@@ -172,6 +176,8 @@ def test_echo_scores_the_prompt_as_the_reference_does(tiny: Served, key: str, mo
         assert lengths == {num_prompt + max_tokens}
         assert logprobs["token_logprobs"][0] is None
         assert logprobs["token_logprobs"][1:num_prompt] == pytest.approx(expected, abs=1e-4)
+        chosen = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        assert all(top[token] == logprob for token, logprob, top in list(chosen)[1:])
         assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
         assert answer.json()["usage"]["completion_tokens"] == max_tokens
 

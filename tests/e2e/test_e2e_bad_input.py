@@ -29,6 +29,10 @@ BAD_FIELDS = {
     "a bias for a word": ("/completions", {"logit_bias": {"abc": 1}}, "logit_bias"),
     "a bias over one hundred": ("/completions", {"logit_bias": {"5": 101}}, "logit_bias"),
     "a prompt id past the vocabulary": ("/completions", {"prompt": [100000]}, "prompt"),
+    "the first prompt id past the vocabulary": ("/completions", {"prompt": [300]}, "prompt"),
+    "the first nested one past the vocabulary": ("/completions", {"prompt": [[5], [300]]}, "prompt"),
+    "the first stop token past the vocabulary": ("/completions", {"stop_token_ids": [300]}, "stop_token_ids"),
+    "a bias for the first id past the vocabulary": ("/completions", {"logit_bias": {"300": 1}}, "logit_bias"),
     "a negative prompt id": ("/completions", {"prompt": [-1]}, "prompt"),
     "a nested negative prompt id": ("/completions", {"prompt": [[-1]]}, "prompt"),
     "a boolean prompt id": ("/completions", {"prompt": [True]}, "prompt"),
@@ -89,6 +93,14 @@ def test_a_body_of_20_mb_is_413(tiny: Served):
 
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "payload_too_large"
+
+
+def test_the_last_id_of_the_vocabulary_may_be_used_everywhere(tiny: Served):
+    last = {"prompt": [299], "stop_token_ids": [299], "logit_bias": {"299": 1}}
+    with tiny.http() as http:
+        answer = http.post("/completions", json=GOOD | last)
+
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("change", [{"logit_bias": {}}, {"logit_bias": None}, {"stop": None}, {"stream_options": None}])

@@ -174,6 +174,40 @@ def test_a_database_that_is_connected_and_silent_is_a_503_in_time_and_what_needs
     assert complete(served, key, model="nobody").status_code == 404
 
 
+def test_a_silent_database_is_a_503_in_time_for_all_who_change_or_read_what_is_theirs(installation, postgres):
+    served = installation.served
+    key = served.new_tenant("silent-changes")
+    assert {complete(served, key).status_code for _ in range(16)} == {200}  # both gateways know the key
+    changes = {"name": "s"}, {"url": "https://example.com"}
+
+    def of_tenant(method: str, path: str, **body) -> httpx.Response:
+        with served.http(key) as http:
+            return http.request(method, path, **body)
+
+    def of_operator(method: str, path: str, **body) -> httpx.Response:
+        with served.ops() as ops:
+            return ops.request(method, path, **body)
+
+    asked = [
+        (of_tenant, "DELETE", "/adapters/s", {}),
+        (of_tenant, "GET", "/adapters", {}),
+        (of_tenant, "POST", "/webhooks", {"json": changes[1]}),
+        (of_tenant, "GET", "/webhooks", {}),
+        (of_tenant, "GET", "/organization/credit", {}),
+        (of_operator, "GET", "/tenants", {}),
+        (of_operator, "POST", "/tenants", {"json": changes[0]}),
+        (of_operator, "GET", "/rate-cards", {}),
+        (of_operator, "GET", "/audit", {}),
+    ]
+    with postgres.frozen(), concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        waiting = [pool.submit(ask, method, path, **body) for ask, method, path, body in asked]
+        refused = [each.result(30) for each in waiting]
+
+    told = [(each.request.method, each.url.path, each.status_code, "retry-after" in each.headers) for each in refused]
+    assert [each for each in told if each[2:] != (503, True)] == []
+    assert of_operator("GET", "/tenants").status_code == 200
+
+
 def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(installation: Installation, postgres):
     served = installation.served
     key = served.new_tenant("delayed")
@@ -189,3 +223,25 @@ def test_a_database_that_is_away_for_a_while_delays_receipts_and_loses_none(inst
     assert [answer.status_code for answer in answers] == [200] * 3
     for answer in answers:
         assert receipt(served, key, answer.headers["x-request-id"])["price"]["picousd"] > 0
+
+
+TENANTS_PATHS = ("adapters/%00", "models/%00", "requests/%00", "organization/invoices/%00", "webhooks/%00") + (
+    "organization/usage/completions?start_time=1700000000&models=%00",
+    "organization/events?after=%00",
+)
+OPERATORS_PATHS = ("tenants/%00", "keys/%00", "operators/%00/rotate", "invoices/%00", "ledger?tenant_id=%00")
+
+
+def test_the_character_that_postgresql_does_not_store_is_the_callers_mistake(installation: Installation):
+    served = installation.served
+    with served.http(served.new_tenant("null")) as http:
+        answers = [http.get(f"/{path}") for path in TENANTS_PATHS]
+        answers.append(http.post("/completions", json=BODY | {"model": "a\0b"}))
+        answers.append(http.post("/webhooks", json={"url": "https://example.com", "description": "\0"}))
+        answers.append(http.put("/adapters/%00/files/adapter_config.json", content=b"{}"))
+    with served.ops() as ops:
+        answers += [ops.request("POST" if path.endswith("rotate") else "GET", f"/{path}") for path in OPERATORS_PATHS]
+        answers.append(ops.post("/tenants", json={"name": "a\0b"}))
+
+    told = {(str(answer.url), answer.status_code): answer.text for answer in answers}
+    assert {key: text for key, text in told.items() if key[1] not in (200, 400, 404)} == {}

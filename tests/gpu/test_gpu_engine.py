@@ -56,3 +56,12 @@ def test_logits_with_experts_are_within_the_bound_of_the_fp32_reference():
 def test_experts_of_replayed_steps_are_those_of_launched_ones_and_only_tokens_count():
     moe_checks.check_experts_of_replayed_steps_are_those_of_launched_ones()
     moe_checks.check_steps_that_are_filled_up_count_their_tokens_only()
+
+
+def test_adapters_on_experts_give_the_logits_of_merged_weights_replayed_as_launched():
+    moe_checks.check_adapters_on_experts_give_the_logits_of_merged_weights()
+    moe_checks.check_adapters_on_experts_replayed_are_those_launched()
+
+
+def test_a_base_row_has_the_same_bits_beside_adapters_on_experts():
+    moe_checks.check_a_base_row_has_the_same_bits_beside_adapters_on_experts()

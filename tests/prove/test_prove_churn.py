@@ -15,9 +15,11 @@ GROWTH_BYTES = 12 << 20  # from the first quarter's end to the last's, of all pr
 
 
 def test_fifty_lives_of_a_name_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    options = ("--block-size", "4", "--kv-blocks", "256", "--context", "128", "--adapter-slots", "2")
+    options = ("--dtype", "float32", "--block-size", "4", "--kv-blocks", "256", "--context", "128")
     model = write_hf_dir(tmp_path / "model")
-    with serving(tmp_path / "home", "--model", f"tiny={model}", "--gateways", "2", *options) as served:
+    with serving(
+        tmp_path / "home", "--model", f"tiny={model}", "--gateways", "2", "--adapter-slots", "2", *options
+    ) as served:
         run, memory = churn(served, tmp_path, "churn", ROUNDS)
     deletes = sorted(run.deletes_s)
     with capsys.disabled():

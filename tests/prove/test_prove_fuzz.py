@@ -39,8 +39,8 @@ def num_mutants(rounds: int | None) -> int:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("fuzz")
     model = write_hf_dir(folder / "model")
-    options = ("--model", f"tiny={model}", "--gateways", "2", "--max-adapter-rank", "16", "--block-size", "4")
-    with serving(folder / "home", *options, "--kv-blocks", "256", "--context", "128") as served:
+    options = ("--model", f"tiny={model}", "--dtype", "float32", "--gateways", "2", "--max-adapter-rank", "16")
+    with serving(folder / "home", *options, "--block-size", "4", "--kv-blocks", "256", "--context", "128") as served:
         yield served
 
 

@@ -36,13 +36,15 @@ class Credit(Controller):
     async def grant(self, request: Request, tenant_id: FromPath[str], data: JSONBody[NewGrant]) -> Body:
         """The first grant makes the tenant a prepaid one: from then on it runs what its credit can hold."""
 
-        async def work(session) -> tuple[Body, Change]:
+        async def work(session) -> tuple[Body, Change | None]:
             wallets = WalletRepository(session)
             tenant = await TenantRepository(session).lock(tenant_id)
             wallet = await wallets.get(tenant_id)
             before = credit_body(wallet) if wallet else None
             after = credit_body(await wallets.grant(tenant, data.amount_picousd, data.reference))
-            return after, Change("credit.grant", tenant_id, before, after | {"reference": data.reference})
+            granted = Change("credit.grant", tenant_id, before, after | {"reference": data.reference})
+            had = before["granted_picousd"] if before else 0
+            return after, granted if after["granted_picousd"] > had else None  # None: that reference has, before
 
         try:
             return await change(request, work)

@@ -11,6 +11,7 @@ from litestar.datastructures import State
 from gateway.administration import needs, session_of
 from gateway.errors import invalid
 from gateway.views.rows import Body, listed
+from tenants.database import REPORT_S
 from tenants.postings import Place, entries_from
 from tenants.repositories import TenantRepository
 from tenants.tables import LedgerEntry
@@ -50,7 +51,7 @@ class Exports(Controller):
         """Of tenants that have a billing reference; entries of others are passed over, and counted."""
         query = _query(request)
         entries, after = await _page(state, query)
-        async with session_of(state) as session:
+        async with session_of(state, REPORT_S) as session:
             references = await TenantRepository(session).billing_references()
         events = meter_events(entries, references)
         passed_over = len(entries) - len(events)
@@ -66,7 +67,7 @@ async def _page(state: State, query: ExportQuery) -> tuple[Sequence[LedgerEntry]
     found = _PLACE.fullmatch(query.after)
     if not found:
         raise invalid("'after' is the 'next_after' of an earlier answer.", "after")
-    async with session_of(state) as session:
+    async with session_of(state, REPORT_S) as session:
         entries, place = await entries_from(session, Place(int(found[1]), int(found[2])), query.limit)
     return entries, f"{place.number}.{place.index}"
 

@@ -24,6 +24,7 @@ from gateway.views.invoices import (
 )
 from gateway.views.rows import Body, listed
 from tenants.audit_log import Change
+from tenants.database import REPORT_S
 from tenants.errors import Superseded
 from tenants.invoices.credit_notes import CreditNoteRepository
 from tenants.invoices.invoices import InvoiceRepository, Issued, Order
@@ -135,7 +136,7 @@ class Invoices(Controller):
 
 async def _issue(request: Request, state: State, order: Order) -> tuple[Issued, bool]:
     """Raises Superseded."""
-    async with session_of(state) as session:
+    async with session_of(state, REPORT_S) as session:
         draft = await InvoiceRepository(session).prepare(order)
 
     async def work(session) -> tuple[tuple[Issued, bool], Change | None]:

@@ -7,6 +7,7 @@ from litestar.datastructures import State
 from gateway.administration import found, needs, session_of
 from gateway.views.ledger import EntryQuery, entries, entry_body
 from gateway.views.rows import Body, listed
+from tenants.database import REPORT_S
 from tenants.repositories import TenantRepository
 
 
@@ -15,7 +16,7 @@ class Money(Controller):
     async def ledger(self, request: Request, state: State) -> Body:
         """A tenant's charges, also a deleted one's, newest first, filtered by the fields of EntryQuery."""
         query = msgspec.convert(dict(request.query_params), EntryQuery, strict=False)
-        async with session_of(state) as session:
+        async with session_of(state, REPORT_S) as session:
             found(await TenantRepository(session).ever_was(query.tenant_id), f"no tenant {query.tenant_id}")
             page = await entries(session, query)
         return listed([entry_body(entry) for entry in page[: query.limit]], has_more=len(page) > query.limit)

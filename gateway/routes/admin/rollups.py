@@ -6,6 +6,7 @@ from litestar.datastructures import State
 from gateway.administration import change, needs, session_of
 from gateway.views.rows import Body
 from tenants.audit_log import Change
+from tenants.database import BOOKS_S
 from tenants.usage.rollup_check import differences, rebuild
 
 
@@ -17,7 +18,7 @@ class Rollups(Controller):
     @get(guards=[needs("billing")])
     async def check(self, state: State) -> Body:
         """How many sums are not those of the ledger: 0, unless somebody changed the database by hand."""
-        async with session_of(state) as session:
+        async with session_of(state, BOOKS_S) as session:
             return _body(await differences(session))
 
     @post("/rebuild", guards=[needs("admin")], status_code=200)
@@ -28,7 +29,7 @@ class Rollups(Controller):
             after = _body(await differences(session))
             return after, Change("rollups.rebuild", "rollups", before, after)
 
-        return await change(request, work)
+        return await change(request, work, BOOKS_S)
 
 
 def _body(num_differences: int) -> Body:

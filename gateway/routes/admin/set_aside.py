@@ -1,6 +1,7 @@
 """/admin/v1/set-aside: usage records that could not be booked, settled or written off."""
 
 import contextlib
+from typing import Annotated
 
 import msgspec
 from litestar import Controller, Request, get, post
@@ -12,7 +13,7 @@ from gateway.views.rows import Body, listed
 from tenants.audit_log import Change
 from tenants.errors import StoreUnavailable
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold
+from tenants.quota.alerts import AlertFold, TenantsFold
 from tenants.quota.budgets import Spend
 from tenants.quota.quota import Reservation
 from tenants.quota.wallet import WalletFold
@@ -24,13 +25,16 @@ from tenants.unbooked import UnbookedRepository, settled_of
 MAX_RECORDS = 200
 
 
+Attempt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class Settling(msgspec.Struct, forbid_unknown_fields=True):
-    attempt: int = 0
+    attempt: Attempt = 0
 
 
 class WriteOff(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
-    attempt: int = 0
+    attempt: Attempt = 0
 
 
 class SetAside(Controller):
@@ -53,7 +57,7 @@ class SetAside(Controller):
         async def work(session) -> tuple[tuple[UnbookedRecord, int], Change | None]:
             repository = UnbookedRepository(session)
             row = await repository.lock(request_id, attempt)
-            done = await repository.settle(row, Ledger((SloFold(), WalletFold(), AlertFold())))
+            done = await repository.settle(row, Ledger((TenantsFold(), SloFold(), WalletFold(), AlertFold())))
             record = await session.get(RequestRecord, (request_id, attempt))
             return (row, record.price_picousd), done
 

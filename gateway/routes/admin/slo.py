@@ -12,6 +12,7 @@ from gateway.errors import ApiError
 from gateway.views.rows import Body, listed, objective_body
 from gateway.views.slo import answer
 from tenants.audit_log import Change
+from tenants.database import REPORT_S
 from tenants.errors import InvalidValue
 from tenants.repositories import TenantRepository
 from tenants.slo import openslo
@@ -112,7 +113,7 @@ class SloReports(Controller):
         tenant_id = asked.get("tenant")
         if not tenant_id:
             raise InvalidValue("tenant", "is required")
-        async with session_of(state) as session:
+        async with session_of(state, REPORT_S) as session:
             tenant = found(await TenantRepository(session).even_deleted(tenant_id), f"no tenant {tenant_id}")
             return await answer(session, tenant, asked)
 

@@ -14,6 +14,7 @@ from gateway.administration import change, found, needs, session_of
 from gateway.views.export import export_lines
 from gateway.views.rows import Body, limits_of, listed, tenant_body
 from tenants.audit_log import Change
+from tenants.database import REPORT_S
 from tenants.deletion import delete_tenant
 from tenants.limits import TENANT_LIMITS
 from tenants.quota.alerts import alert_of_limits
@@ -102,7 +103,7 @@ class Tenants(Controller):
     async def export(self, state: State, tenant_id: FromPath[str]) -> Stream:
         """All that is kept of it, a JSON object a line; the last one counts them. No key's digest."""
         tenant = await tenant_of(state, tenant_id)
-        return Stream(export_lines(state.ops.database, tenant), media_type="application/x-ndjson")
+        return Stream(export_lines(state.ops.database.within(REPORT_S), tenant), media_type="application/x-ndjson")
 
     @delete("/{tenant_id:str}", guards=[needs("admin")], status_code=200)
     async def delete(self, request: Request, state: State, tenant_id: FromPath[str]) -> Body:

@@ -9,10 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.moe import ExpertWeights, RoutingRule, combine, grouped_linear, grouped_silu_mul, plan_experts, route
+from kernels.moe import (
+    ExpertWeights,
+    RoutingRule,
+    combine,
+    grouped_gate_up,
+    grouped_linear,
+    grouped_silu_mul,
+    plan_experts,
+    route,
+)
+from kernels.moe.adapters import CutPairs
+from kernels.moe.triton_pairs import cut_pairs
+from kernels.sgmv import LoraSlice
+from kernels.silu_mul import silu_mul
 from ops.bench.gpu.cases import DEVICE, Built, Case, error, random
 from ops.bench.gpu.timing import num_sets
 
+NUM_ADAPTERS, RANK = 8, 16
 RULE = RoutingRule(softmax_first=True, renormalize=True)
 SAMPLED = 16  # tokens that are computed again in fp32
 
@@ -129,8 +143,74 @@ def _case(shape: Shape, num_tokens: int, *, is_skewed: bool = False) -> Case:
     return Case("moe", name, build, num_bytes, flops, 5, *figures)
 
 
+class Adapters:
+    """Of rank 16 on all experts, ``NUM_ADAPTERS`` of them, as slots hold them."""
+
+    _made: ClassVar["dict[str, Adapters]"] = {}
+
+    def __init__(self, shape: Shape) -> None:
+        sizes = (shape.hidden, shape.inner, 0), (shape.hidden, shape.inner, shape.inner), (shape.inner, shape.hidden, 0)
+        *self.gate_up, down = (self._part(shape.num_experts, *size) for size in sizes)
+        self.down = [down]
+
+    @staticmethod
+    def _part(num_experts: int, size_in: int, size_out: int, start: int) -> LoraSlice:
+        number = NUM_ADAPTERS * num_experts
+        a, b = random(number, RANK, size_in) * size_in**-0.5, random(number, RANK, size_out) * 0.3
+        ranks = torch.full((number,), RANK, dtype=torch.int32, device=DEVICE)
+        return LoraSlice(a, b, (RANK,) * number, start, ranks)
+
+    @classmethod
+    def of(cls, shape: Shape) -> "Adapters":
+        if shape.name not in cls._made:
+            cls._made[shape.name] = cls(shape)
+        return cls._made[shape.name]
+
+
+def computed_with_adapters(layer: Layer, adapters: Adapters, x: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
+    topk_ids, topk_weights = route(logits, QWEN.top_k, RULE)
+    plan = plan_experts(topk_ids, layer.gate_up.num_experts)
+    pairs = CutPairs(*cut_pairs(plan, slots, NUM_ADAPTERS))
+    both = grouped_gate_up(x, layer.gate_up, plan)
+    pairs.add_of_tokens(both, x, adapters.gate_up)
+    inner = silu_mul(both)
+    y = grouped_linear(inner, layer.down, plan)
+    pairs.add_of_pairs(y, inner, adapters.down)
+    return combine(y, topk_weights, plan)
+
+
+def with_adapters(num_tokens: int) -> Built:
+    """Each adapter's tokens one behind the other, as chunks stand in a step."""
+    layer, adapters = Layer.of(QWEN), Adapters.of(QWEN)
+    slots = (torch.arange(num_tokens, device=DEVICE) * NUM_ADAPTERS // num_tokens).int()
+    count = num_sets(active(QWEN, num_tokens) * QWEN.expert_bytes, 24)
+    sets = [(random(num_tokens, QWEN.hidden), random(num_tokens, QWEN.num_experts)) for _ in range(count)]
+
+    def verify() -> float:
+        """One adapter at a time changes nothing."""
+        x, logits = sets[0]
+        out = computed_with_adapters(layer, adapters, x, logits, slots)
+        alone = torch.where(slots == 3, slots, -1)
+        own = computed_with_adapters(layer, adapters, x, logits, alone)[slots == 3]
+        return error(out[slots == 3], own.double())
+
+    return Built([lambda x=x, y=y: computed_with_adapters(layer, adapters, x, y, slots) for x, y in sets], verify)
+
+
+def _adapters_case(num_tokens: int) -> Case:
+    """Beside the same step without adapters: the A and B of every (adapter, expert) in use, once."""
+    of_one = num_tokens / NUM_ADAPTERS
+    in_use = NUM_ADAPTERS * QWEN.num_experts * (1 - (1 - QWEN.top_k / QWEN.num_experts) ** of_one)
+    pairs, plain = num_tokens * QWEN.top_k, _case(QWEN, num_tokens)
+    num_bytes = plain.num_bytes + in_use * 6.0 * RANK * (QWEN.hidden + QWEN.inner)
+    flops = plain.flops + pairs * 6.0 * RANK * (QWEN.hidden + QWEN.inner)
+    name = f"{QWEN.name} T={num_tokens} adapters"
+    return Case("moe", name, lambda: with_adapters(num_tokens), num_bytes, flops, 11)
+
+
 def moe_cases() -> list[Case]:
     return [
+        *(_adapters_case(num_tokens) for num_tokens in (16, 64, 256, 1024)),
         *(_case(QWEN, num_tokens) for num_tokens in QWEN.figures),
         *(_case(QWEN, num_tokens, is_skewed=True) for num_tokens in SKEWED),
         *(_case(MIXTRAL, num_tokens) for num_tokens in MIXTRAL.figures),

@@ -14,6 +14,7 @@ import torch
 from kernels.paged_attention import DecodeShape, captured_plan, fill_plan, paged_attention, plan_numbers
 from kernels.quantised_linear import quantised_linear
 from kernels.sampling import highest
+from ops.bench.gpu import checks_moe_lora
 from ops.bench.gpu.cases_quantised import FORMS, exact, weight_of
 from ops.bench.gpu.changes import other_rows
 from ops.bench.gpu.checks import DEVICE, LIMITS, lora_case, random, require
@@ -82,6 +83,13 @@ def small_experts() -> None:
             against_float64(num_rows, (7, 3), (97, 41), dtype)
 
 
+def small_adapters_on_experts() -> None:
+    """Both forms: pairs one by one, and runs of pairs of one adapter; launched in turn, and early."""
+    for dtype, is_early, num_rows in itertools.product(LIMITS, (0, 1), (5, 70)):
+        with early_launches(is_early):
+            checks_moe_lora.against_float64(num_rows, (7, 3), (97, 41), dtype)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "small lora into silu": small_lora_into_silu,
     "small heads": small_heads,
@@ -89,4 +97,5 @@ CHECKS: dict[str, Callable[[], None]] = {
     "small quantised": small_quantised,
     "small groups": small_groups,
     "small experts": small_experts,
+    "small experts adapters": small_adapters_on_experts,
 }

@@ -27,8 +27,10 @@ from triton.runtime.jit import JITFunction
 from kernels import tiles
 from kernels.moe import RoutingRule
 from kernels.moe import triton_kernel as moe_kernel
+from kernels.moe import triton_pairs as moe_pairs
 from kernels.moe import triton_plan as moe_plan
 from kernels.moe import triton_route as moe_route
+from kernels.moe.adapters import CutPairs
 from kernels.paged_attention import DecodeShape, captured_plan, plan_attention, plan_numbers
 from kernels.paged_attention import triton_kernel as attention_kernel
 from kernels.qk_rope_kv import HeadNorms
@@ -374,6 +376,28 @@ def moe_step(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype
     moe_route.combine(moe_kernel.grouped_linear(between, down, plan), weights, plan)
 
 
+def moe_adapters_step(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """A captured step of adapters on experts, of rank 16 in two slots: what it launches beside ``moe_step``."""
+    num_experts, top_k, hidden, inner = sizes
+    plan = moe_plan.plan_experts(
+        torch.zeros(num_rows, top_k, dtype=torch.int32), num_experts, None, torch.zeros(1, dtype=torch.int32)
+    )
+    adapters = CutPairs(*moe_pairs.cut_pairs(plan, torch.zeros(num_rows, dtype=torch.int32), 2))
+    ranks = torch.zeros(2 * num_experts, dtype=torch.int32)
+
+    def part(size_in: int, size_out: int, start: int = 0) -> LoraSlice:
+        a, b = (torch.empty(2 * num_experts, 16, size, dtype=dtype) for size in (size_in, size_out))
+        return LoraSlice(a, b, (16,), start, ranks)
+
+    gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)
+    x = torch.empty(num_rows, hidden, dtype=dtype)
+    both = moe_kernel.grouped_gate_up(x, gate_up, plan)
+    adapters.add_of_tokens(both, x, [part(hidden, inner), part(hidden, inner, inner)])
+    between = silu_mul_kernel.silu_mul(both)
+    y = torch.empty(num_rows * top_k, hidden, dtype=dtype)
+    adapters.add_of_pairs(y, between, [part(inner, hidden)])
+
+
 def moe_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     """A step of each row of the tables."""
     for name, sizes, numbers in (
@@ -387,6 +411,11 @@ def moe_cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 f"experts of {name} T={num_rows}",
                 lambda n=num_rows, sizes=sizes: moe_step(n, sizes, torch.bfloat16, is_padded=True),
             )
+    for num_rows in (1, 4, 16, 64, 128, 1024):
+        yield (
+            f"adapters on experts of Qwen3-30B-A3B T={num_rows}",
+            lambda n=num_rows: moe_adapters_step(n, (128, 8, 2048, 768), torch.bfloat16),
+        )
     yield (
         "experts by hand of Qwen3-30B-A3B T=4096",
         lambda: moe_step(4096, (128, 8, 2048, 768), torch.bfloat16, is_padded=False),

@@ -1,6 +1,8 @@
 """A captured step of a model with experts, computed under Triton's interpreter by what a graph would hold: tensors of a
 CPU go the way of a GPU's."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from engine.config import EngineConfig
 from engine.gpu.decode_graphs import DecodeGraphs, Step
 from engine.models.attention import KVCache
 from engine.models.decoder import Decoder
-from engine.models.lora_slots import LoraSlots
+from engine.models.lora_slots import ExpertSlots, LoraSlots
 from engine.scheduler import Chunk, StepPlan
 from kernels.testing import assert_matches_reference
 from tests.tiny_moe import MOE, moe_adapters, moe_weights
@@ -25,6 +27,7 @@ SIZES = EngineConfig(
     max_running=8,
     adapter_slots=4,
     max_lora_rank=16,
+    expert_adapter_slots=3,
 )
 PROMPTS = (([5, 6, 7, 8, 9, 10, 11], -1), ([3, 4, 5] * 4, 0), ([9, 8, 7], 1), ([20, 21, 22], -1), ([30] * 5, 2))
 
@@ -32,18 +35,17 @@ PROMPTS = (([5, 6, 7, 8, 9, 10, 11], -1), ([3, 4, 5] * 4, 0), ([9, 8, 7], 1), ([
 class Stage:
     """The model, its pools, and sequences whose prompts are computed: ``logits`` are of their last tokens."""
 
-    def __init__(self, *, is_static: bool) -> None:
+    def __init__(self, *, is_static: bool, prompts: Sequence[tuple[list[int], int]] = PROMPTS) -> None:
         self.model = Decoder(MODEL, moe_weights(MODEL))
         self.kv = KVCache(MODEL, SIZES.num_blocks, SIZES.block_size, self.model.embedding)
-        self.slots = LoraSlots(
-            MODEL, SIZES.adapter_slots, SIZES.max_lora_rank, self.model.embedding, is_static=is_static
-        )
+        sizes = SIZES.adapter_slots, SIZES.max_lora_rank
+        experts = ExpertSlots(SIZES.expert_adapter_slots or 0, SIZES.max_expert_rank)
+        self.slots = LoraSlots(MODEL, *sizes, self.model.embedding, is_static, experts)
         for slot, adapter in enumerate(list(moe_adapters(MODEL).values())[:3]):
-            of_attention = {place: pair for place, pair in adapter.items() if not place[1].startswith("experts.")}
-            self.slots.load_slot(slot, adapter_weights(of_attention))
+            self.slots.load_slot(slot, self.slots.prepare(adapter_weights(adapter)))
         if is_static:
             self.model.keep_choices(SIZES.max_step_tokens)
-        self.sequences = [make_sequence(tokens, [10 + row], slot) for row, (tokens, slot) in enumerate(PROMPTS)]
+        self.sequences = [make_sequence(tokens, [10 + row], slot) for row, (tokens, slot) in enumerate(prompts)]
         self.logits = self.launched(self.plan(0))
 
     def plan(self, num_computed: int | None = None) -> StepPlan:
@@ -77,7 +79,7 @@ class Stage:
         graphs._numbers.send()
         tables = graphs._tables.tables[: kind.size]
         batch = layout.batch(graphs._numbers.memory, tables, self.slots.num_slots, kind.rank)
-        return graphs._compute(batch, kind.rank)[: len(plan.chunks)].float()
+        return graphs._compute(batch, kind)[: len(plan.chunks)].float()
 
     def uses(self) -> Tensor:
         return self.model.expert_uses(torch.arange(len(PROMPTS)), len(PROMPTS))
@@ -100,3 +102,30 @@ def test_decodes_with_experts_and_adapters_in_a_step_that_is_filled_up_are_those
     assert_matches_reference(found, expected.double())
     assert torch.equal(stage.uses(), uses)
     assert stage.model.expert_tokens() == plain.model.expert_tokens()
+
+
+@torch.inference_mode()
+def test_rows_without_an_adapter_keep_their_bits_beside_adapters_on_experts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    beside, alone = (
+        Stage(is_static=True, prompts=prompts) for prompts in (PROMPTS, [(tokens, -1) for tokens, _ in PROMPTS])
+    )
+    for stage in (beside, alone):
+        stage.draw()
+    base = [row for row, (_, slot) in enumerate(PROMPTS) if slot < 0]
+
+    found, expected = (stage.captured(stage.plan()) for stage in (beside, alone))
+
+    assert torch.equal(found[base], expected[base])
+    assert not torch.equal(found, expected)
+
+
+@torch.inference_mode()
+def test_a_captured_step_has_the_bits_of_a_launched_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    prompts = [([*tokens, 1 + row], slot) for row, (tokens, slot) in enumerate(PROMPTS)] + [([7, 8], 1)] * 3
+    stages = [Stage(is_static=True, prompts=prompts) for _ in range(2)]
+    for stage in stages:
+        stage.draw()
+
+    assert torch.equal(stages[0].captured(stages[0].plan()), stages[1].launched(stages[1].plan()).float())

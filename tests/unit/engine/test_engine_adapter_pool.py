@@ -176,6 +176,57 @@ def test_a_random_walk_never_shows_a_user_another_adapter(seed: int):
         pool.check_invariants(pins)
 
 
+def test_adapters_with_experts_have_the_first_slots_and_others_leave_them_alone_while_they_can():
+    pool = pool_with_experts(3, 1, "ab", "xy")
+    slot, generation = pool.acquire("x")
+    pool.take_loads()
+    pool.release(slot, generation)
+
+    assert slot == 0
+    assert {pool.acquire("a")[0], pool.acquire("b")[0]} == {1, 2}
+    pool.take_loads()
+    assert pool.is_resident("x")
+    assert pool.acquire("x") == (slot, generation), "its slot was taken"
+    pool.host.put("c", Weights("c"))
+    assert not pool.has_room("y")
+    assert not pool.has_room("c")
+    pool.release(slot, generation)
+    assert pool.acquire("c")[0] == 0, "an adapter waits beside an idle slot"
+
+
+def test_without_slots_for_experts_whoever_loads_refuses_them():
+    assert pool_with_experts(2, 0, "", "x").has_room("x")
+
+
+def pool_with_experts(num_slots: int, num_expert_slots: int, plain: str, with_experts: str) -> AdapterPool:
+    pool = AdapterPool(num_slots, HostTier(10_000), num_expert_slots)
+    for key in plain + with_experts:
+        pool.host.put(key, Weights(key, has_experts=key in with_experts))
+    return pool
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_walk_never_puts_experts_into_a_slot_without_room(seed: int):
+    pick, pool = random.Random(seed), pool_with_experts(5, 2, "abcdef", "xyz")
+    users: list[tuple[int, int]] = []
+    placed: set[str] = set()
+    for _ in range(2_000):
+        key = pick.choice("abcdefxyz")
+        if pick.random() < 0.5 and pool.has_room(key):
+            slot, generation = pool.acquire(key)
+            users.append((slot, generation))
+            assert slot < 2 or key in "abcdef"
+            placed.add(key)
+        elif users and pick.random() < 0.9:
+            pool.release(*users.pop(pick.randrange(len(users))))
+        pool.take_loads()
+        pins: dict[int, int] = {}
+        for slot, _ in users:
+            pins[slot] = pins.get(slot, 0) + 1
+        pool.check_invariants(pins)
+    assert placed == set("abcdefxyz")
+
+
 def test_a_step_loads_many_small_adapters_or_one_large_one(monkeypatch):
     monkeypatch.setattr(adapter_pool, "MAX_LOADS_PER_STEP", 3)
     monkeypatch.setattr(adapter_pool, "MAX_LOAD_BYTES_PER_STEP", 350)

@@ -9,14 +9,15 @@ import torch
 
 from engine.config import EngineConfig
 from engine.gpu.decode_graphs import BlockTables, Layout, Step, graph_bytes, graph_kinds, resolve
-from engine.gpu.shapes import in_one_shape, shapes_of
+from engine.gpu.shapes import form_of, in_one_shape, shapes_of
+from engine.models.lora_slots import ExpertSlots, LoraSlots
 from engine.scheduler import Chunk
 from engine.sequence import PENDING, Sequence
 from kernels.paged_attention import DecodeShape, PrefixGroup
 from kernels.paged_attention.work import Launch
-from tests.tiny import tiny_config
-from tests.tiny_moe import MOE
-from tests.tiny_steps import make_sequence
+from tests.tiny import tiny_adapter, tiny_config
+from tests.tiny_moe import MOE, expert_adapter
+from tests.tiny_steps import adapter_weights, make_sequence
 
 CPU = torch.device("cpu")
 EMPTY_SLOT = 9
@@ -135,6 +136,32 @@ def test_graphs_with_groups_are_for_larger_steps_without_adapters_and_with_those
     assert grouped() == [(size, rank) for size in (8, 16, 24, 32, 48, 64) for rank in (0, 64)]
     assert grouped(adapter_slots=0, max_running=16) == [(8, 0), (16, 0)]
     assert grouped(max_running=4) == grouped(deterministic=True) == []
+
+
+def test_steps_with_adapters_on_experts_have_graphs_of_their_own_for_adapters_of_any_rank():
+    sizes = {"expert_adapter_slots": 2, "max_expert_rank": 128}
+    plain, kinds = (set(graph_kinds(MOE["mixtral"], config(**some))) for some in ({}, sizes))
+
+    assert plain < kinds
+    assert kinds - plain == {kind._replace(has_experts=True) for kind in plain if kind.rank == 64}
+    assert shapes_of(config(**sizes)).forms == ((0, False), (16, False), (32, False), (64, False), (64, True))
+    assert shapes_of(config(deterministic=True, **sizes)).forms == ((0, False), (64, True))
+
+
+def test_a_step_is_computed_in_the_smallest_form_that_serves_its_adapters():
+    model, like = MOE["qwen2_moe"], torch.zeros(1)
+    slots = LoraSlots(model, 3, 64, like, True, ExpertSlots(2, 128))
+    of_attention = tiny_adapter(1, rank=17, modules=("q_proj",), config=model)
+    on_experts = expert_adapter(model, 2, rank=100, parts=("up_proj",))
+    slots.load_slot(1, adapter_weights(on_experts))
+    slots.load_slot(2, adapter_weights(of_attention))
+    forms = shapes_of(config(expert_adapter_slots=2, max_expert_rank=128)).forms
+
+    assert form_of(slots, forms, [-1, 0]) == (0, False)
+    assert form_of(slots, forms, [-1, 2]) == (32, False)
+    assert form_of(slots, forms, [1, 2]) == form_of(slots, forms, [1, -1]) == (64, True)
+    slots.clear_slot(1)
+    assert form_of(slots, forms, [1]) == (0, False)
 
 
 def test_heads_that_do_not_fit_into_a_program_are_not_captured():

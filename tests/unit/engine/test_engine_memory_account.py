@@ -6,9 +6,11 @@ import pytest
 import torch
 from live_engine import CONFIG
 from tiny import tiny_config, tiny_weights
+from tiny_moe import MOE
 
-from engine.memory_account import MemoryAccount, says_what_to_do, step_bytes
+from engine.memory_account import MemoryAccount, adapter_bytes, says_what_to_do, step_bytes
 from engine.models.decoder import Decoder
+from engine.models.lora_slots import ExpertSlots, LoraSlots
 from engine.runner import SCORE_ROWS
 
 GB = 10**9
@@ -45,6 +47,18 @@ def test_a_gpu_that_is_full_before_the_account_says_what_to_do_too():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of …")
 
     assert "total capacity" not in str(caught.value)
+
+
+def test_what_slots_take_is_what_the_account_says():
+    """With experts, a rank that is no multiple of 8, and the buffer in which adapters arrive."""
+    for model, slots in ((tiny_config(), 0), (MOE["qwen2_moe"], 0), (MOE["qwen2_moe"], 2)):
+        config = replace(CONFIG, adapter_slots=3, max_lora_rank=12, expert_adapter_slots=slots, max_expert_rank=5)
+        like = torch.zeros(1, dtype=torch.bfloat16)
+        made = LoraSlots(model, 3, 12, like, True, ExpertSlots(slots, 5))
+        held = sum(tensor.nbytes for pair in made._pairs.values() for tensor in pair)
+        assert made._transfer is not None
+
+        assert held + made._transfer._buffer.nbytes == adapter_bytes(model, config, torch.bfloat16)
 
 
 def test_a_prompt_can_be_scored_whatever_number_of_sequences_may_run():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import Options, step_sizes
+from engine.build import Options, resolve_device, step_sizes
 from engine.gpu.plain_torch import warn_of, without_kernel
 from engine.metering.device_counters import FALLBACKS
 from engine.models.config import AttentionConfig, ModelConfig
@@ -80,5 +80,24 @@ def test_a_deterministic_engine_of_what_has_no_kernel_does_not_start():
         step_sizes(options(), of_head_size(256), FLOAT, torch.device("cuda"))
 
 
+def test_slots_for_adapters_on_experts_are_asked_for_on_a_gpu_and_all_of_a_cpus():
+    def found(device: str, slots: int) -> int | None:
+        sizes = step_sizes(options(expert_adapter_slots=slots), MOE["mixtral"], BF16, torch.device(device))
+        return sizes.expert_adapter_slots
+
+    assert [found("cuda", 0), found("cuda", 2), found("cpu", 0), found("cpu", 2)] == [0, 2, None, None]
+    with pytest.raises(ValueError, match="65 slots for adapters on experts, of 64"):
+        found("cuda", 65)
+    with pytest.raises(ValueError, match="--expert-adapter-slots"):
+        step_sizes(options(expert_adapter_slots=1), tiny_config(), BF16, torch.device("cuda"))
+
+
 def test_a_deterministic_engine_may_have_experts():
     assert step_sizes(options(), MOE["mixtral"], BF16, torch.device("cuda")).deterministic
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_the_options_name() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"--device cuda: .* finds no GPU"):
+        resolve_device("cuda")

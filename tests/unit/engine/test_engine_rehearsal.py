@@ -18,7 +18,7 @@ from engine.gpu.shapes import in_one_shape
 from engine.models.attention import KVCache
 from engine.models.config import AttentionConfig, ModelConfig, module_sizes
 from engine.models.decoder import Decoder
-from engine.models.lora_slots import LoraSlots
+from engine.models.lora_slots import ExpertSlots, LoraSlots
 from engine.weights.adapter import AdapterWeights, LoraPair
 from kernels.ahead import Job, rehearsal
 from kernels.paged_attention import PrefixGroup, plan_attention
@@ -27,7 +27,8 @@ from kernels.sgmv import plan_sgmv
 from kernels.upload import ALIGNED
 from tests.hopper import Hopper
 from tests.tiny import tiny_config, tiny_weights
-from tests.tiny_moe import MOE, moe_weights
+from tests.tiny_moe import MOE, expert_adapter, moe_weights
+from tests.tiny_steps import adapter_weights
 
 CONTEXT = 4096
 SIZES = EngineConfig(
@@ -57,7 +58,8 @@ class Stage:
         self.model = Decoder(model, {name: weight.bfloat16() for name, weight in weights.items()})
         self.model.keep_choices(sizes.max_step_tokens)
         self.kv = KVCache(model, sizes.num_blocks, sizes.block_size, self.model.embedding)
-        self.slots = LoraSlots(model, sizes.adapter_slots, sizes.max_lora_rank, self.model.embedding, is_static=True)
+        experts = ExpertSlots(sizes.expert_adapter_slots or 0, sizes.max_expert_rank)
+        self.slots = LoraSlots(model, sizes.adapter_slots, sizes.max_lora_rank, self.model.embedding, True, experts)
 
     def load(self, slot: int, lora_rank: int, modules: list[str]) -> None:
         sizes = {module: module_sizes(self.model.config)[module] for module in modules}
@@ -172,6 +174,24 @@ def test_large_steps_of_a_model_with_experts_were_rehearsed():
     for num_tokens in (1025, 1536, 2048, 2999):
         for slot in (-1, 1):
             assert stage.forward(num_tokens, [slot] * num_tokens) <= rehearsed(model=MOE["qwen2_moe"])
+
+
+@pytest.mark.parametrize("lora_rank", [3, 16])
+def test_large_steps_with_adapters_on_experts_were_rehearsed(lora_rank: int):
+    model, sizes = MOE["qwen2_moe"], replace(SIZES, expert_adapter_slots=2)
+    stage = Stage(sizes, model)
+    stage.load(1, 8, ["q_proj"])
+    adapter = expert_adapter(model, 1, rank=lora_rank, parts=("up_proj", "down_proj"), experts=(0, 3))
+    stage.slots.load_slot(0, adapter_weights(adapter))
+    known, parts = rehearsed(sizes, model), set()
+
+    for num_tokens in (1025, 1536, 2048, 2999):
+        for slots in ([0] * num_tokens, [-1, 0, 1] + [1] * (num_tokens - 3)):
+            jobs = stage.forward(num_tokens, slots)
+            assert jobs <= known, (num_tokens, slots[:3])
+            parts |= {name for _, name, _ in jobs}
+    assert "_cut" in parts
+    assert "_cut" not in {name for _, name, _ in stage.forward(1025, [1] * 1025)}, "launched for nobody"
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 48])

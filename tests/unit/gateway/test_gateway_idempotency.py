@@ -279,7 +279,11 @@ def test_old_keys_are_removed(house: House, monkeypatch):
     key, stage = house.new_tenant("old-keys"), house.parts.pipeline.idempotency
     with house.http(key) as http:
         ask(http, "k")
-    monkeypatch.setattr(stage, "now_ns", lambda: time.time_ns() + 24 * 3600 * 10**9)
+
+    async def tomorrow(_) -> int:
+        return time.time_ns() + 24 * 3600 * 10**9
+
+    monkeypatch.setattr(stage, "now_ns", tomorrow)
 
     assert house.on_loop(stage.purge()) >= 1
     assert rows(house, key, IdempotentRequest) == []

@@ -169,15 +169,27 @@ def test_a_request_that_is_lost_costs_nothing_in_its_window(spending: House):
         assert http.post("/completions", json=BODY).status_code == 200
 
 
-def test_a_gateway_whose_lease_has_run_out_takes_nothing_that_counts_as_money(spending: House, monkeypatch):
+def test_a_gateway_whose_lease_has_run_out_and_is_not_renewed_takes_nothing_that_counts_as_money(
+    spending: House, monkeypatch
+):
     key = spending.new_tenant("fenced", spend_limit_picousd_per_month=9 * PRICE)
     free = spending.new_tenant("unfenced")
     recount = spending.parts.pipeline.admission.limiter.spending
-    monkeypatch.setattr(type(recount), "is_fenced", property(lambda _: True))
-    with spending.http(key) as http, spending.http(free) as other:
+    monkeypatch.setattr("gateway.admission.LEDGER_WAIT_S", 0.2)
+    with spending.http(key) as http, spending.http(free) as other, locked_ledger(spending):
+        recount._fenced_at_s = 0.0
         refused = http.post("/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "billing_unavailable")
         assert other.post("/completions", json=BODY).status_code == 200
+
+
+def test_a_gateway_that_stood_still_for_longer_than_its_lease_renews_it_and_refuses_nobody(spending: House):
+    key = spending.new_tenant("slept", spend_limit_picousd_per_month=9 * PRICE)
+    recount = spending.parts.pipeline.admission.limiter.spending
+    with spending.http(key) as http:
+        recount._fenced_at_s = 0.0
+        assert http.post("/completions", json=BODY).status_code == 200
+    assert not recount.is_fenced
 
 
 def test_another_gateway_is_waited_for_until_it_has_said_what_it_holds_or_its_lease_is_over(
@@ -353,6 +365,7 @@ def test_without_a_ledger_money_stops_at_once_and_others_when_enough_is_owed(spe
     books = spending.parts.pipeline.admission.books
     monkeypatch.setattr("gateway.settlement.STUCK_S", 0.05)
     monkeypatch.setattr("gateway.settlement.MAX_UNBOOKED", 2)
+    monkeypatch.setattr("gateway.admission.LEDGER_WAIT_S", 0.2)
     with spending.http(limited) as http, spending.http(free) as other:
         assert http.post("/completions", json=BODY).status_code == 200
         eventually(lambda: billed(spending, limited) == PRICE)
@@ -369,3 +382,34 @@ def test_without_a_ledger_money_stops_at_once_and_others_when_enough_is_owed(spe
         eventually(lambda: http.post("/completions", json=BODY).status_code == 200)
     settled = [answer for answer in served if answer.status_code == 200]
     eventually(lambda: billed(spending, free) == len(settled) * PRICE)
+
+
+def test_a_ledger_that_is_late_and_not_away_makes_nobody_wait_in_vain(spending: House, monkeypatch):
+    limited = spending.new_tenant("late-ledger", spend_limit_picousd_per_month=9 * PRICE)
+    prepaid = spending.new_tenant("late-ledger-prepaid")
+    grant(spending, prepaid, 9 * PRICE)
+    books = spending.parts.pipeline.admission.books
+    monkeypatch.setattr("gateway.settlement.STUCK_S", 0.05)
+    with (
+        spending.http(limited) as http,
+        spending.http(prepaid) as other,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        assert http.post("/completions", json=BODY).status_code == 200  # its window is counted
+        with locked_ledger(spending):
+            eventually(lambda: books.is_stuck)
+            asked = [pool.submit(each.post, "/completions", json=BODY) for each in (http, other)]
+            time.sleep(1)  # what a busy disk does to a transaction
+            assert not any(one.done() for one in asked)
+        assert [one.result().status_code for one in asked] == [200, 200], [one.result().text for one in asked]
+
+
+def test_a_ledger_that_takes_three_seconds_still_holds_credit(spending: House):
+    key = spending.new_tenant("slow-wallet")
+    grant(spending, key, 9 * PRICE)
+    eventually(lambda: not spending.parts.pipeline.admission.books.is_stuck)
+    with spending.http(key) as http, concurrent.futures.ThreadPoolExecutor() as pool:
+        with locked_ledger(spending):
+            asked = pool.submit(http.post, "/completions", json=BODY)
+            time.sleep(3)  # longer than two, shorter than SQLite waits for its lock
+        assert asked.result().status_code == 200, asked.result().text

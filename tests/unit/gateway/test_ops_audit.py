@@ -230,6 +230,8 @@ def test_records_that_were_set_aside_are_listed_settled_and_written_off(server: 
     done = [(event["action"], event["target"]) for event in events(ops)][-2:]
     assert done == [("ledger.settle", known), ("ledger.write_off", unknown)]
     assert ops.post("/set-aside/absent/settle").status_code == 404
+    too_many = {"attempt": 1 << 63, "reason": "none"}
+    assert ops.post("/set-aside/absent/write-off", json=too_many).status_code == 400
 
 
 # ── tenora audit ─────────────────────────────────────────────────────────────────────────────────

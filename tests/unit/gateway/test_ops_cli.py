@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from ops_client import client_of
 
 from gateway.cli import main
 from gateway.serve.supervisor import only_one
@@ -177,6 +178,7 @@ def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> No
         (["serve", "--home", "/dev/null/x", "--port", "0", "--ops-port", "0"], "/dev/null/x"),
         (["serve", "--home", "/dev/null", "--port", "0", "--ops-port", "0"], "/dev/null"),
         (["serve", "--redis-url", "http://user:secret@x"], "redis://"),
+        (["serve", "--gateways", "0"], "(see `tenora serve --help`)"),
         (["serve", "--database-url", "mysql://user:secret@x/y"], "postgresql://"),
         (["audit", "--database-url", "mysql://user:secret@x/y"], "postgresql://"),
         (["migrate", "check", "--database-url", "secret"], "postgresql://"),
@@ -270,6 +272,9 @@ def test_credit_is_granted_once_a_reference_and_shown(server: OpsServer) -> None
         granted = ask(server, "tenant", "credit", tenant["id"], "12.000000000001", "--reference", "payment 1")
         assert granted["granted_picousd"] == granted["free_picousd"] == 12 * 10**12 + 1
     assert ask(server, "tenant", "credit", "prepaid-by-hand") == granted
+    with client_of(server) as ops:
+        events = ops.get("/audit", params={"after": 0}).json()["data"]
+    assert [event["action"] for event in events if event["target"] == tenant["id"]][1:] == ["credit.grant"]
 
     other = tenora("tenant", "credit", "prepaid-by-hand", "13", "--reference", "payment 1", *where)
     assert (other.returncode, "has granted" in other.stderr) == (1, True)

@@ -331,7 +331,10 @@ UNSERVED = replace(SHAPE, experts=replace(EXPERTS, served=False))
 def test_where_experts_take_no_adapters_the_upload_is_read_and_then_refused_by_name(upload: Upload, tensors: Tensors):
     text = refusal(upload, tensors, shape=UNSERVED)
 
-    assert text == "LoRA on experts (down_proj, gate_proj, up_proj in 2 layers) is not served with this model"
+    assert text == (
+        "LoRA on experts (down_proj, gate_proj, up_proj in 2 layers) is not served with this model (its engine has no "
+        "--expert-adapter-slots)"
+    )
 
 
 def test_what_else_is_wrong_with_them_is_said_beside_it(upload: Upload):
@@ -342,6 +345,14 @@ def test_what_else_is_wrong_with_them_is_said_beside_it(upload: Upload):
 
     for named in ("is not served", "LoRA rank 2 is over the limit of 1", "NaN or infinite", "use_dora"):
         assert named in text
+
+
+def test_experts_may_have_a_limit_of_rank_of_their_own(upload: Upload):
+    limited = replace(SHAPE, experts=replace(EXPERTS, max_lora_rank=1))
+
+    text = refusal(upload, fused(("down_proj",)), shape=limited)
+
+    assert "LoRA on experts has rank 2, over the limit of 1 (--max-expert-adapter-rank" in text
 
 
 def test_a_per_expert_adapter_of_a_large_model_stays_under_the_gates_bound():

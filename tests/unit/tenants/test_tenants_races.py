@@ -5,12 +5,14 @@ Each test holds a row that the others need, so that they stand in a line of its 
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from sqlmodel import select, text
 
+from gateway.idempotency import Idempotency
 from tenants import keys
 from tenants.audit_log import SERVER, AuditLog, Change
 from tenants.database import Database
@@ -18,18 +20,21 @@ from tenants.deletion import delete_tenant
 from tenants.deliveries import Attempt, DeliveryRepository
 from tenants.errors import NotFound
 from tenants.events import emit
+from tenants.idempotency import IdempotencyKey, IdempotencyRepository
 from tenants.key_repository import KeyRepository
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold, alert_of_limits
-from tenants.quota.wallet import WalletRepository
+from tenants.quota.alerts import AlertFold, TenantsFold, alert_of_limits
+from tenants.quota.wallet import WalletFold, WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.tables import (
     AdapterMeterHead,
     AdapterVersion,
     ApiKey,
     Event,
+    IdempotentRequest,
     Posting,
     RequestRecord,
+    SpendTotal,
     UnbookedRecord,
     Wallet,
     WebhookDelivery,
@@ -39,6 +44,7 @@ from tests.invoicing import HOUR, book, instant, make_tenant, publish, request
 
 NOW = instant("2026-11-30T12:00:00")
 _WAITING = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
+BOOKS = (TenantsFold(), WalletFold(), AlertFold())  # as a gateway has them
 Step = Callable[[], Coroutine[Any, Any, Any]]
 
 
@@ -253,5 +259,82 @@ def test_a_booking_that_waits_for_a_limit_to_be_lowered_alerts_of_what_it_passes
 
         (event,) = await all_of(database, Event)
         assert json.loads(event.data)["limit_picousd"] == 4 * price
+
+    with_database(body)
+
+
+def test_a_booking_in_flight_when_the_first_limit_is_set_counts_in_the_months_total(with_database):
+    async def body(database: Database) -> None:
+        tenant_id, card = await make_tenant(database), await publish(database)
+        booked, limited = asyncio.Event(), asyncio.Event()
+
+        async def limit() -> None:
+            async with database.transaction() as session:
+                tenants = TenantRepository(session)
+                await tenants.lock(tenant_id)
+                await tenants.set_limits(tenant_id, {"spend_limit_picousd_per_month": 10**15, "spend_alerts": [50]})
+                await alert_of_limits(session, tenant_id, NOW)
+            limited.set()
+
+        async def settle() -> None:
+            async with database.transaction() as session:
+                await Ledger(BOOKS).post(session, [request(tenant_id, card, NOW)], {})
+                booked.set()
+                await _wait_for(database, 1)  # until the limit waits for us
+            assert not limited.is_set()
+
+        settling = asyncio.create_task(settle())
+        await booked.wait()
+        async with asyncio.timeout(30):
+            await asyncio.gather(settling, limit())
+        (total,) = await all_of(database, SpendTotal)
+        assert total.picousd == (await all_of(database, RequestRecord))[0].price_picousd > 0
+
+    with_database(body)
+
+
+def test_a_booking_that_waits_for_the_first_limit_to_be_set_counts_in_the_months_total(with_database):
+    async def body(database: Database) -> None:
+        tenant_id, card = await make_tenant(database), await publish(database)
+
+        async def settle() -> None:
+            async with database.transaction() as session:
+                await Ledger(BOOKS).post(session, [request(tenant_id, card, NOW)], {})
+
+        async with database.transaction() as session:
+            tenants = TenantRepository(session)
+            await tenants.lock(tenant_id)
+            settling = asyncio.create_task(settle())
+            await _wait_for(database, 1)
+            await tenants.set_limits(tenant_id, {"spend_limit_picousd_per_month": 10**15, "spend_alerts": [50]})
+            await alert_of_limits(session, tenant_id, NOW)
+        async with asyncio.timeout(30):
+            await settling
+        (total,) = await all_of(database, SpendTotal)
+        assert total.picousd == (await all_of(database, RequestRecord))[0].price_picousd > 0
+
+    with_database(body)
+
+
+def test_a_gateway_whose_clock_is_an_hour_ahead_takes_no_idempotency_key_that_another_one_holds(
+    with_database, secrets, monkeypatch
+):
+    """Its lease is told by the database's clock."""
+
+    async def body(database: Database) -> None:
+        stage = Idempotency(database, secrets)
+        key = IdempotencyKey(await make_tenant(database), *secrets.idempotency_key("ten_a", "order"))
+
+        async def claim(request_id: str) -> IdempotentRequest | None:
+            async with database.transaction() as session:
+                now_ns = await stage.now_ns(session)
+                return await IdempotencyRepository(session).claim(key, b"h" * 32, request_id, now_ns)
+
+        assert await claim("first") is None
+        ahead_ns = time.time_ns() + 3600 * 10**9
+        monkeypatch.setattr("time.time_ns", lambda: ahead_ns)
+        held = await claim("second")
+        assert held is not None
+        assert held.request_id == "first"
 
     with_database(body)
