@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine.build")
 
-MOST_COMPILERS = 8
+MOST_COMPILERS = 12
 CPU_KV_BYTES = 1 << 30
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -96,7 +96,7 @@ def begin_compilers(device: torch.device) -> "Compilers | None":
         return None
     from kernels.ahead import Compilers, target_here
 
-    return Compilers(min(MOST_COMPILERS, max(1, (os.cpu_count() or 2) // 2)), target_here())
+    return Compilers(min(MOST_COMPILERS, max(1, (os.cpu_count() or 2) * 3 // 4)), target_here())
 
 
 def make_runner(model: Decoder, config: EngineConfig, phases: Phases, compilers: "Compilers | None") -> Runner:

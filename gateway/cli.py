@@ -110,4 +110,4 @@ for command in (
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="tenora")

@@ -65,7 +65,7 @@ from tenants.adapters.staged import StagedUploads
 from tenants.database import BOOKS_S, Database
 from tenants.directory import Directory
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold, TenantsFold
+from tenants.quota.alerts import AlertFold
 from tenants.quota.wallet import WalletFold
 from tenants.secrets import Secrets
 from tenants.slo.sums import SloFold
@@ -169,9 +169,7 @@ def _settlement(
     def count(reason: str) -> None:
         metrics.unbooked.labels(reason).inc()
 
-    ledger = Ledger(
-        folds=(TenantsFold(), SloFold(metrics.count_slo), WalletFold(), AlertFold(), bookings), count_unbooked=count
-    )
+    ledger = Ledger(folds=(SloFold(metrics.count_slo), WalletFold(), AlertFold(), bookings), count_unbooked=count)
     return Settlement(database, directory, secrets.every_context_key, count, ledger)
 
 

@@ -11,7 +11,7 @@ from sqlmodel.ext.asyncio.session import AsyncSession
 from tenants.bulk import insert_new, insert_telling
 from tenants.postings import number_postings
 from tenants.pricing import Charge, Quantities, RateCard, charges, is_billed
-from tenants.repositories import RateCardRepository
+from tenants.repositories import RateCardRepository, TenantRepository
 from tenants.set_aside import UNKNOWN_RATE_CARD, set_aside
 from tenants.settled import COSTS, DURATIONS, TOKENS, Booked, Fold, SettledRequest
 from tenants.tables import LedgerEntry, RequestRecord
@@ -46,6 +46,7 @@ class Ledger:
         same rows. A card that ``rate_cards`` lacks is read from the database; a billed record with one that nobody has
         is set aside, and the others are booked.
         """
+        await TenantRepository(session).hold({request.context.tenant_id for request in settled})
         cards = await _with_missing_cards(session, settled, rate_cards)
         bills = _bills([request for request in settled if not _is_unpriced(request, cards)], cards)
         records = [_record_row(bill) for bill in bills]

@@ -6,10 +6,10 @@ have files of their own.
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import delete
+from sqlalchemy import bindparam, delete
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import col, select
 from sqlmodel.ext.asyncio.session import AsyncSession
@@ -41,6 +41,12 @@ from tenants.tables import (
 _ID_PREFIX = "ten_"
 NOTICE_NS = 10**9  # of new prices: every gateway hears of a change within a second (directory.py)
 _OWN = (AdapterAlias, AdapterVersion, ApiKey, IdempotentRequest, WebhookDelivery, WebhookEndpoint)
+_HELD = (
+    select(Tenant.tenant_id)
+    .where(col(Tenant.tenant_id).in_(bindparam("tenant_ids", expanding=True)))
+    .order_by(col(Tenant.tenant_id))
+    .with_for_update(key_share=True, read=True)
+)
 
 
 class TenantRepository:
@@ -72,6 +78,13 @@ class TenantRepository:
         if tenant is None:
             raise NotFound(f"no tenant {tenant_id}")
         return tenant
+
+    async def hold(self, tenant_ids: Collection[str]) -> None:
+        """Nobody changes these until this transaction ends; others may hold them too. A booking does so first: whoever
+        sets a first limit then finds what is booked, and who books after that finds the limit. (A writer on SQLite is
+        alone anyway.)"""
+        if tenant_ids and self._session.get_bind().dialect.name == "postgresql":
+            await (await self._session.connection()).execute(_HELD, {"tenant_ids": sorted(tenant_ids)})
 
     async def ever_was(self, tenant_id: str) -> bool:
         """Also of a deleted one, whose ledger stays."""

@@ -48,27 +48,9 @@ _WATCHED = (
     )
     .order_by(col(Tenant.tenant_id))
 )
-_HELD = (
-    select(Tenant.tenant_id)
-    .where(col(Tenant.tenant_id).in_(bindparam("tenant_ids", expanding=True)))
-    .order_by(col(Tenant.tenant_id))
-    .with_for_update(key_share=True, read=True)
-)
 _OF_MONTH = col(SpendTotal.tenant_id) == bindparam("of_tenant"), col(SpendTotal.period) == bindparam("of_period")
 _TOTAL = select(SpendTotal.picousd, SpendTotal.stamp).where(*_OF_MONTH).with_for_update()
 _SET_TOTAL = update(SpendTotal).where(*_OF_MONTH).values(picousd=bindparam("now_picousd"), stamp=bindparam("now_stamp"))
-
-
-@dataclass(frozen=True, slots=True)
-class TenantsFold:
-    """The first of the folds: until the booking ends nobody changes these tenants, who are locked before what they own.
-    So whoever sets a first limit finds what is booked already, and who books later finds the limit. (A writer on SQLite
-    is alone anyway.)"""
-
-    async def fold(self, session: AsyncSession, booked: Sequence[Booked]) -> None:
-        tenants = sorted({one.request.context.tenant_id for one in booked})
-        if tenants and session.get_bind().dialect.name == "postgresql":
-            await (await session.connection()).execute(_HELD, {"tenant_ids": tenants})
 
 
 @dataclass(frozen=True, slots=True)

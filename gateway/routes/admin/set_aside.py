@@ -13,7 +13,7 @@ from gateway.views.rows import Body, listed
 from tenants.audit_log import Change
 from tenants.errors import StoreUnavailable
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold, TenantsFold
+from tenants.quota.alerts import AlertFold
 from tenants.quota.budgets import Spend
 from tenants.quota.quota import Reservation
 from tenants.quota.wallet import WalletFold
@@ -57,7 +57,7 @@ class SetAside(Controller):
         async def work(session) -> tuple[tuple[UnbookedRecord, int], Change | None]:
             repository = UnbookedRepository(session)
             row = await repository.lock(request_id, attempt)
-            done = await repository.settle(row, Ledger((TenantsFold(), SloFold(), WalletFold(), AlertFold())))
+            done = await repository.settle(row, Ledger((SloFold(), WalletFold(), AlertFold())))
             record = await session.get(RequestRecord, (request_id, attempt))
             return (row, record.price_picousd), done
 

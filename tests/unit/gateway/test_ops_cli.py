@@ -178,6 +178,7 @@ def test_the_home_and_url_may_come_from_the_environment(server: OpsServer) -> No
         (["serve", "--home", "/dev/null/x", "--port", "0", "--ops-port", "0"], "/dev/null/x"),
         (["serve", "--home", "/dev/null", "--port", "0", "--ops-port", "0"], "/dev/null"),
         (["serve", "--redis-url", "http://user:secret@x"], "redis://"),
+        (["serve", "--gateways", "0"], "(see `tenora serve --help`)"),
         (["serve", "--database-url", "mysql://user:secret@x/y"], "postgresql://"),
         (["audit", "--database-url", "mysql://user:secret@x/y"], "postgresql://"),
         (["migrate", "check", "--database-url", "secret"], "postgresql://"),

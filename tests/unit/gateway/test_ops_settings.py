@@ -133,7 +133,7 @@ def test_two_models_of_one_name_are_refused() -> None:
 
 
 def test_only_sizes_that_were_given_reach_the_engine(tmp_path: Path) -> None:
-    given = ["--kv-blocks", "64", "--adapter-memory", "5000", "--adapter-disk", "6000", "--deterministic"]
+    given = ["--adapter-memory", "5000", "--adapter-disk", "6000", "--kv-blocks", "64", "--deterministic"]
     assert parse("--home", str(tmp_path), *given).sizes.to_args() == given
 
 

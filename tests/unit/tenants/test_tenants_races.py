@@ -23,7 +23,7 @@ from tenants.events import emit
 from tenants.idempotency import IdempotencyKey, IdempotencyRepository
 from tenants.key_repository import KeyRepository
 from tenants.ledger import Ledger
-from tenants.quota.alerts import AlertFold, TenantsFold, alert_of_limits
+from tenants.quota.alerts import AlertFold, alert_of_limits
 from tenants.quota.wallet import WalletFold, WalletRepository
 from tenants.repositories import TenantRepository
 from tenants.tables import (
@@ -44,7 +44,7 @@ from tests.invoicing import HOUR, book, instant, make_tenant, publish, request
 
 NOW = instant("2026-11-30T12:00:00")
 _WAITING = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
-BOOKS = (TenantsFold(), WalletFold(), AlertFold())  # as a gateway has them
+BOOKS = (WalletFold(), AlertFold())  # as a gateway has them
 Step = Callable[[], Coroutine[Any, Any, Any]]
 
 
