@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import pytest
@@ -280,16 +281,17 @@ def test_what_is_committed_between_two_of_its_reads_is_there_at_the_next_refresh
 
         real = world.database.session
 
-        def session():  # of this database alone: others are read by other threads meanwhile
-            found = real()
-            execute = found.exec
+        @asynccontextmanager
+        async def session():  # of this database alone: others are read by other threads meanwhile
+            async with real() as found:
+                execute = found.exec
 
-            async def exec_after_a_newcomer(*arguments, **options):
-                await newcomer()
-                return await execute(*arguments, **options)
+                async def exec_after_a_newcomer(*arguments, **options):
+                    await newcomer()
+                    return await execute(*arguments, **options)
 
-            found.exec = exec_after_a_newcomer
-            return found
+                found.exec = exec_after_a_newcomer
+                yield found
 
         with monkeypatch.context() as patch:
             patch.setattr(world.database, "session", session)
