@@ -203,24 +203,34 @@ def check_weights_of_8_bits_give_the_logits_of_the_wide_ones() -> dict[str, floa
     return found
 
 
-def check_replay_equals_launching_with_changing_adapters(name: str = "tiny") -> dict[str, float]:
-    """The same steps by graphs and kernel by kernel, the adapter of each row drawn anew in each: bit for bit."""
-    replayed, _ = make_runner(name, 6)
-    launched, _ = make_runner(name, 6, has_graphs=False)
-    config = random_config(name)
+def take_same_steps(
+    config: ModelConfig, runners: Sequence[CudaRunner], slots_of: Callable[[int], list[int]], num_steps: int
+) -> Rows:
+    """By each runner, the rows' slots in a step as ``slots_of`` says: bit for bit → the first one's rows."""
     lengths = [34 + 4 * number for number in range(NUM_ROWS)]  # 384 in all, a size of the graphs: nothing is filled up
-    one, two = (Rows(config, lengths, logprobs=3) for _ in range(2))
-    draw = random.Random(3)
-    for step in range(NUM_STEPS):
-        slots = [draw.randrange(-1, 6) for _ in range(NUM_ROWS)] if step % 5 else [-1] * NUM_ROWS
-        results = []
-        for runner, rows in ((replayed, one), (launched, two)):
+    of_each = [Rows(config, lengths, logprobs=3) for _ in runners]
+    for step in range(num_steps):
+        slots, results = slots_of(step), []
+        for runner, rows in zip(runners, of_each, strict=True):
             rows.use(slots)
             plan = rows.plan()
             results.append(runner.launch(plan).results())
             rows.take(plan, results[-1])
-        assert results[0] == results[1], f"step {step}"
-    return {"steps": NUM_STEPS, "distinct_tokens": len({token for choice in one.choices for token in choice.token_ids})}
+        assert all(found == results[0] for found in results), f"step {step}"
+    return of_each[0]
+
+
+def check_replay_equals_launching_with_changing_adapters(name: str = "tiny") -> dict[str, float]:
+    """The same steps by graphs and kernel by kernel, the adapter of each row drawn anew in each."""
+    runners = [make_runner(name, 6, has_graphs=has_graphs)[0] for has_graphs in (True, False)]
+    draw = random.Random(3)
+
+    def slots_of(step: int) -> list[int]:
+        return [draw.randrange(-1, 6) for _ in range(NUM_ROWS)] if step % 5 else [-1] * NUM_ROWS
+
+    rows = take_same_steps(random_config(name), runners, slots_of, NUM_STEPS)
+    distinct = {token for choice in rows.choices for token in choice.token_ids}
+    return {"steps": NUM_STEPS, "distinct_tokens": len(distinct)}
 
 
 def check_a_base_row_has_the_same_bits_beside_adapters(name: str = "tiny") -> dict[str, float]:

@@ -100,21 +100,13 @@ def on_experts(config: ModelConfig, seed: int) -> AdapterWeights:
 
 def check_adapters_on_experts_replayed_are_those_launched(name: str = "tiny_moe") -> dict[str, int]:
     """The same steps by graphs and kernel by kernel, adapters drawn anew in each; some steps have none on experts."""
-    replayed, launched = (runner_with_experts(name, has_graphs=has_graphs)[0] for has_graphs in (True, False))
-    config = random_config(name)
-    lengths = [34 + 4 * number for number in range(checks.NUM_ROWS)]  # 384 in all, a size of the graphs
-    one, two = (checks.Rows(config, lengths, logprobs=3) for _ in range(2))
+    runners = [runner_with_experts(name, has_graphs=has_graphs)[0] for has_graphs in (True, False)]
     draw = random.Random(3)
-    for step in range(NUM_STEPS):
-        first = (-1, 3, 0)[step % 3]
-        slots = [draw.randrange(first, 6) for _ in range(checks.NUM_ROWS)]
-        results = []
-        for runner, rows in ((replayed, one), (launched, two)):
-            rows.use(slots)
-            plan = rows.plan()
-            results.append(runner.launch(plan).results())
-            rows.take(plan, results[-1])
-        assert results[0] == results[1], f"step {step}"
+
+    def slots_of(step: int) -> list[int]:
+        return [draw.randrange((-1, 3, 0)[step % 3], 6) for _ in range(checks.NUM_ROWS)]
+
+    checks.take_same_steps(random_config(name), runners, slots_of, NUM_STEPS)
     return {"steps": NUM_STEPS}
 
 
